@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable that this package reads, in one table."""
+
+import os
+
+
+def kernels() -> dict[str, str]:
+    """`VLLM_AMPERE_KERNELS`: implementations asked for by name, as "op=name,op=name" ("*" is every op).
+
+    Unset or empty: each op takes the best implementation that runs here. An entry that cannot be
+    honoured raises when the op is chosen.
+    """
+    entries = os.environ.get("VLLM_AMPERE_KERNELS", "").split(",")
+    return dict(entry.strip().split("=", 1) for entry in entries if "=" in entry)
+
+
+def platform() -> str:
+    """`VLLM_AMPERE_PLATFORM`: "auto" (default) or "cpu".
+
+    "auto" leaves the choice to vLLM where it finds a GPU, and takes the reference CPU platform where
+    it finds none; "cpu" takes the CPU platform in any case.
+    """
+    return os.environ.get("VLLM_AMPERE_PLATFORM", "auto")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an op expects of its arguments, declared as data and checked before every call."""
+
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+import torch
+
+from ..errors import ContractError
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One tensor argument or result.
+
+    Attributes:
+        name: the argument's name in the public function.
+        shape: one word per dimension: an axis name ("T"), a number ("512"), or an axis with a factor
+            ("2*I"); "..." alone accepts any shape. A name binds at its first use; later uses must agree.
+        dtypes: accepted dtypes.
+        optional: None is accepted.
+        contiguous: "last" (default: stride 1 on the last dimension), "full", or "any".
+    """
+
+    name: str
+    shape: str
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+    contiguous: str = "last"
+
+
+def check(op: str, declared: tuple[Arg, ...], given: Mapping[str, Any]) -> dict[str, int]:
+    """Check tensors against their declarations; return the size of every named axis.
+
+    Args:
+        op: name for the message.
+        declared: the declarations; each name must be a key of `given`.
+        given: argument name to tensor or None.
+
+    Raises:
+        ContractError: the first disagreement, in one line: dtype, rank, size, stride or device.
+    """
+    axes: dict[str, int] = {}
+    device = None
+    for arg in declared:
+        tensor = given[arg.name]
+        if tensor is None:
+            if arg.optional:
+                continue
+            raise ContractError(f"{op}: {arg.name} is missing")
+        if not isinstance(tensor, torch.Tensor):
+            raise ContractError(f"{op}: {arg.name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.dtype not in arg.dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in arg.dtypes)
+            raise ContractError(f"{op}: {arg.name} is {str(tensor.dtype).removeprefix('torch.')}, must be {wanted}")
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            raise ContractError(f"{op}: {arg.name} is on {tensor.device}, the arguments before it on {device}")
+        _bind_shape(op, arg, tensor, axes)
+        _check_stride(op, arg, tensor)
+    return axes
+
+
+def _bind_shape(op: str, arg: Arg, tensor: torch.Tensor, axes: dict[str, int]) -> None:
+    words = arg.shape.split()
+    if words == ["..."]:
+        return
+    if tensor.dim() != len(words):
+        raise ContractError(f"{op}: {arg.name} has shape {list(tensor.shape)}, must be [{', '.join(words)}]")
+    for word, size in zip(words, tensor.shape):
+        factor, _, name = word.rpartition("*")
+        if name.isdigit():
+            wanted = int(name)
+        elif name in axes:
+            wanted = axes[name] * int(factor or 1)
+        elif size % int(factor or 1) == 0:
+            axes[name] = size // int(factor or 1)
+            continue
+        else:
+            raise ContractError(f"{op}: {arg.name} has {size} on axis {word}, must be a multiple of {factor}")
+        if size != wanted:
+            raise ContractError(f"{op}: {arg.name} has {size} on axis {word}, must be {wanted}")
+
+
+def _check_stride(op: str, arg: Arg, tensor: torch.Tensor) -> None:
+    if arg.contiguous == "any" or tensor.numel() == 0:
+        return
+    if arg.contiguous == "full" and not tensor.is_contiguous():
+        raise ContractError(f"{op}: {arg.name} must be contiguous, has strides {list(tensor.stride())}")
+    if arg.contiguous == "last" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ContractError(f"{op}: the last dimension of {arg.name} must be contiguous, has stride {tensor.stride(-1)}")
