@@ -21,3 +21,8 @@ def platform() -> str:
     it finds none; "cpu" takes the CPU platform in any case.
     """
     return os.environ.get("VLLM_AMPERE_PLATFORM", "auto")
+
+
+def trace_path() -> str:
+    """`VLLM_AMPERE_TRACE`: file that receives one JSON line per traced event; unset or empty is off."""
+    return os.environ.get("VLLM_AMPERE_TRACE", "")

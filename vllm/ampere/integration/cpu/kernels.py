@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch in place of Triton kernels that the interpreter runs wrongly or far too slowly.
+
+The interpreter truncates when it rounds to bfloat16, so every kernel that stores bfloat16 is here; the
+window index kernel takes a minute of interpretation for a prompt of 700 tokens. The integer kernels of
+the runner that are not here run interpreted, with right results.
+"""
+
+import ctypes
+
+import torch
+
+from ...kernels.attention.window_slots import window_slots
+from ...kernels.engram.engram_gate import engram_gate
+from ...kernels.kv_cache.compressor_pool import compressor_pool
+from ...kernels.mhc.mhc_post_pre import mhc_post_pre
+from ...kernels.mhc.mhc_pre import mhc_pre
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def q_kv_rmsnorm(q, kv, q_weight, kv_weight, eps):
+    """RMS norms of the query latent and of the key/value latent."""
+    return _rms(q, q_weight, eps), _rms(kv, kv_weight, eps)
+
+
+def pre(
+    residual, fn, scale, base, rms_eps, pre_eps, sinkhorn_eps, post_alpha, iters,
+    pre_mix=None, x=None, norm_weight=None, norm_eps=1e-6,
+):  # fmt: skip
+    """`mhc_pre` under upstream's argument order."""
+    return mhc_pre(
+        residual, fn, scale, base, pre_mix, norm_weight,
+        rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_alpha=post_alpha,
+        sinkhorn_iters=iters, norm_eps=norm_eps, x=x,
+    )  # fmt: skip
+
+
+def post_pre(
+    x, residual, post, comb, fn, scale, base, rms_eps, pre_eps, sinkhorn_eps, post_alpha, iters,
+    pre_mix=None, norm_weight=None, norm_eps=1e-6, capture_aux=False, *, stream=None, reduce_results=False,
+):  # fmt: skip
+    """`mhc_post_pre` under upstream's argument order; the overlap and fused-reduce variants need a GPU."""
+    if stream is not None or reduce_results:
+        raise NotImplementedError("overlapped hyper-connections need a GPU")
+    return mhc_post_pre(
+        x, residual, post, comb, fn, scale, base, pre_mix, norm_weight,
+        rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_alpha=post_alpha,
+        sinkhorn_iters=iters, norm_eps=norm_eps, capture_aux=capture_aux,
+    )  # fmt: skip
+
+
+def save_compress_norm(
+    kv_score, positions, state, slots, query_start, request, weight, eps, ratio, out,
+    prev_rows=None, prev_row_indices=None,
+):  # fmt: skip
+    """`compressor_pool` into upstream's output buffer."""
+    if prev_rows is not None:
+        raise NotImplementedError("prefill context parallelism needs a GPU")
+    out.copy_(compressor_pool(kv_score, positions, state, slots, query_start, weight, eps, ratio))
+
+
+class Launcher:
+    """A function in the place of a jitted kernel: `kernel[grid](...)` calls it with the grid's first size."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self._function(grid[0], *args, **kwargs)
+
+
+def fill_short_context(rows, topk, positions, TOP_K, COMPRESS_RATIO, **unused):
+    """Select every visible compressed row: 0 .. (position + 1) // ratio - 1, then -1."""
+    row = torch.arange(TOP_K, dtype=torch.int32)
+    visible = ((positions[:rows] + 1) // COMPRESS_RATIO).unsqueeze(1)
+    topk[:rows] = torch.where(row < visible, row, -1)
+
+
+def gate_and_inject(programs, hidden, kv, q_weight, k_weight, mask, out, kv_rows, *strides, DIM, HC_MULT, HAS_MASK, **unused):
+    """Engram's value, gated and added to every stream."""
+    eps, clamp = strides[-2:]
+    rows = programs // HC_MULT
+    keep = mask[:rows] if HAS_MASK else None
+    out.copy_(engram_gate(hidden, kv[:rows], q_weight, k_weight, keep, eps=eps, clamp=clamp))
+
+
+class WindowIndices:
+    """Slots of the sliding window, in the place of upstream's launcher object."""
+
+    def __init__(self, upstream):
+        self.register_warmup = upstream.register_warmup
+
+    def __call__(
+        self, indices, lens, window, width, left, right, query_start, seq_lens, requests, valid, block_table,
+        page_rows, replay_start, *, num_tokens, token_offset, has_image=False,
+    ):  # fmt: skip
+        if has_image:
+            raise NotImplementedError("DeepSeek-V4.1 has no bidirectional image window")
+        token = torch.arange(token_offset, token_offset + num_tokens)
+        request = torch.where(valid[token], requests[token], -1)
+        position = seq_lens[request] - query_start[1:][request] + token
+        slots, counts = window_slots(position, request, block_table, replay_start, window, page_rows)
+        flat = indices.view(indices.shape[0], -1)
+        flat[:num_tokens] = -1
+        flat[:num_tokens, : slots.shape[1]] = slots
+        lens[:num_tokens] = counts
+
+
+def zero_blocks(zeroer, block_ids) -> None:
+    """Zero newly allocated cache blocks: one memset a segment."""
+    if zeroer._meta is None or not block_ids:
+        return
+    segments = list(zip(*(column.tolist() for column in zeroer._meta[:3])))
+    for block in block_ids:
+        for address, stride, size in segments:
+            ctypes.memset(address + 4 * block * stride, 0, 4 * size)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binds the reference ops to upstream's DeepSeek-V4.1 modules, then exports its classes.
+
+The model registry names this module, so the bindings stand before any layer is built, in every process
+that builds one and in no other.
+"""
+
+import torch
+
+from . import experts, kernels, operators, streams
+
+streams.install()
+operators.install()
+
+import vllm.model_executor.kernels.linear as linear
+import vllm.model_executor.layers.fused_moe.router.cpu_router as cpu_router
+import vllm.model_executor.layers.quantization.modelopt as modelopt
+import vllm.model_executor.layers.quantization.mxfp4 as mxfp4
+import vllm.model_executor.layers.utils as layer_utils
+import vllm.models.deepseek_v41.attention as attention
+import vllm.models.deepseek_v41.common.engram as engram
+import vllm.models.deepseek_v41.compressor as compressor
+import vllm.models.deepseek_v41.nvidia.dspark as dspark
+import vllm.models.deepseek_v41.nvidia.model as model
+import vllm.v1.attention.backends.mla.sparse_swa as sparse_swa
+import vllm.v1.worker.utils as worker_utils
+from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
+
+from ...kernels.mhc.mhc_post import mhc_collapse, mhc_post
+
+
+def replace(owner, name: str, value) -> None:
+    """Replace a name that upstream defines; a name it no longer defines is a fault of ours."""
+    if not hasattr(owner, name):
+        raise AttributeError(f"vLLM has no {name} in {owner.__name__}: this overlay was written for 0.33.0")
+    setattr(owner, name, value)
+
+
+def _mxfp8_linear(*, weight_shape, bmm_batch_size=None):
+    """Linears and grouped linears decode their weights to bfloat16 when they are loaded."""
+    return EmulationMxfp8LinearKernel(Mxfp8LinearLayerConfig(weight_shape=weight_shape, bmm_batch_size=bmm_batch_size))
+
+
+def _plain_linear(layer, remove_weight: bool) -> None:
+    """Keep `layer.weight`: upstream's CPU path repacks it away, and the compressor and the gate read it."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+for owner in (linear, modelopt):
+    replace(owner, "init_mxfp8_linear_kernel", _mxfp8_linear)
+replace(layer_utils, "dispatch_cpu_unquantized_gemm", _plain_linear)
+replace(mxfp4, "select_deepseek_v4_mxfp4_moe_backend", experts.select_backend)
+replace(cpu_router, "_sqrtsoftplus_bias_topk", experts.route_tokens)
+replace(model, "mhc_pre_delayed_tilelang", kernels.pre)
+replace(model, "mhc_shifted_post_pre", kernels.post_pre)
+for owner in (model, dspark):
+    replace(owner, "mhc_post_tilelang", mhc_post)
+    replace(owner, "hc_collapse_triton", mhc_collapse)
+replace(attention, "fused_q_kv_rmsnorm", kernels.q_kv_rmsnorm)
+replace(attention, "_fill_short_context_topk_indices", kernels.Launcher(kernels.fill_short_context))
+replace(compressor, "fused_save_compress_norm", kernels.save_compress_norm)
+replace(engram, "_fused_engram_post_wkv_kernel", kernels.Launcher(kernels.gate_and_inject))
+replace(
+    sparse_swa,
+    "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL",
+    kernels.WindowIndices(sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL),
+)
+replace(worker_utils.KVBlockZeroer, "zero_block_ids", kernels.zero_blocks)
+
+from vllm.models.deepseek_v41 import DeepseekV41ForCausalLM  # noqa: E402,F401
+from vllm.models.deepseek_v41.nvidia.dspark import DSparkDeepseekV4ForCausalLM  # noqa: E402,F401

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer on our ops: keys, queries, scores, candidate blocks and the selection.
+
+Every row is described by its request and by how many compressed rows it may see. Both come from the
+step's device metadata, the same for prefill and decode, so there is one scoring path.
+"""
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.models.deepseek_v41.attention import DeepseekV4Indexer
+
+from ..kernels.indexer.candidate_topk import candidate_blocks, mask_to_candidates, select_topk
+from ..kernels.indexer.key_norm_rope_store import key_norm_rope_store
+from ..kernels.indexer.paged_mqa_logits import paged_mqa_logits
+from ..kernels.indexer.query_rope_quant import query_rope_quant
+
+# Scores of one slice of rows; bounds the transient at any context length.
+SCORE_BUDGET_BYTES = 512 << 20
+
+
+class AmpereSparseAttnIndexer(SparseAttnIndexer):
+    """Scores index keys in their pages and publishes the selected rows."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._forward_method = self._select
+
+    def _select(self, hidden_states, q, k, weights):
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):  # profile run
+            return self.topk_indices_buffer
+        index = metadata[self.k_cache.prefix]
+        # The compressed cache of the same source sits in the same cache group.
+        source = metadata[self.k_cache.prefix.removesuffix(".indexer.k_cache")]
+        rows = index.num_decode_tokens + index.num_prefill_tokens
+        request = source.req_id_per_token[:rows]
+        token = torch.arange(rows, device=request.device)
+        position = index.seq_lens[request] - source.query_start_loc[1:][request] + token
+        width = max(1, index.max_seq_len // self.compress_ratio)
+        visible = ((position + 1) // self.compress_ratio).clamp(0, width).to(torch.int32)
+        step = max(1, SCORE_BUDGET_BYTES // (4 * width))
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            self._select_rows(part, q, weights, source.block_table, request, visible, width)
+        return self.topk_indices_buffer
+
+    def _select_rows(self, part, q, weights, block_table, request, visible, width) -> None:
+        scores = paged_mqa_logits(
+            q[part], weights[part], self.k_cache.kv_cache, block_table, request[part], visible[part], width
+        )
+        if self.candidate_blocks is not None:
+            if self.candidate_write:
+                self.candidate_blocks[part] = candidate_blocks(
+                    scores, visible[part], self.candidate_blocks.shape[1], self.candidate_block_size
+                )
+            else:
+                scores = mask_to_candidates(scores, self.candidate_blocks[part], self.candidate_block_size)
+        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1])
+
+
+class AmpereDeepseekV4Indexer(DeepseekV4Indexer):
+    """Indexer whose key store, query quantiser and selection are ours."""
+
+    attn_cls = AmpereSparseAttnIndexer
+
+    def _produce_k(self, latent, positions, rotary_emb) -> None:
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict) or latent is None:  # profile run
+            return
+        keys, _ = self.wk(latent)
+        key_norm_rope_store(
+            keys,
+            positions,
+            rotary_emb.cos_sin_cache,
+            self.k_norm.weight,
+            self.k_norm.variance_epsilon,
+            self.k_cache.kv_cache,
+            metadata[self.k_cache.prefix].slot_mapping,
+            self.compress_ratio,
+        )
+
+    def forward_q(self, qr, qr_scale, indexer_weights, positions, rotary_emb):
+        q = self._wq_b_proj(qr, qr_scale).view(-1, self.n_head, self.head_dim)
+        codes, weights = query_rope_quant(
+            q, positions, rotary_emb.cos_sin_cache, indexer_weights, self.softmax_scale, self.n_head**-0.5
+        )
+        return codes, None, weights
