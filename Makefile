@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# The first of these that runs and is one of the versions upstream.toml names; environment.py says what is wrong otherwise.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensurepip, tomllib' 2>/dev/null && echo $$p && exit; done; echo python3)
+ENV = $(PYTHON) vllm/ampere/environment.py
+NOT_HERE = not gpu and not multi_gpu
+
+.PHONY: help demo test test-long env patch clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo:  ## serve a tiny random DeepSeek-V4.1 on this machine's CPU and stream one answer (DEMO_PORT, DEMO_ONCE)
+	@$(ENV) cpu
+	@.venv/bin/python -m vllm.ampere.demo
+
+test:  ## every test that needs no GPU and is not marked long
+	@$(ENV) cpu oracle
+	.venv/bin/python -m pytest -m "not long and not oracle and $(NOT_HERE)" --durations=10
+	.venv-oracle/bin/python -m pytest -m "oracle and not long and $(NOT_HERE)" --durations=5
+
+test-long:  ## the tests marked long
+	@$(ENV) cpu oracle
+	.venv/bin/python -m pytest -m "long and not oracle and $(NOT_HERE)" --durations=10
+	.venv-oracle/bin/python -m pytest -m "long and oracle and $(NOT_HERE)" --durations=5
+
+env:  ## the environment .venv: vLLM 0.33.0 for the CPU, patched, with vllm/ampere from this checkout
+	@$(ENV) cpu
+
+patch: env  ## what the patch series is, and whether it is on .venv's vLLM
+	@.venv/bin/vllm-ampere patches status .venv/lib/python3*/site-packages
+
+clean:  ## remove the environments and caches
+	rm -rf .venv .venv-oracle .cache build dist *.egg-info
