@@ -19,7 +19,8 @@ class Arg:
             ("2*I"); "..." alone accepts any shape. A name binds at its first use; later uses must agree.
         dtypes: accepted dtypes.
         optional: None is accepted.
-        contiguous: "last" (default: stride 1 on the last dimension), "full", or "any".
+        contiguous: "last" (default: stride 1 on the last dimension), "full", "any", or "pages" (every
+            dimension after the first is dense; the first may step over other pages of a packed block).
     """
 
     name: str
@@ -88,5 +89,9 @@ def _check_stride(op: str, arg: Arg, tensor: torch.Tensor) -> None:
         return
     if arg.contiguous == "full" and not tensor.is_contiguous():
         raise ContractError(f"{op}: {arg.name} must be contiguous, has strides {list(tensor.stride())}")
+    if arg.contiguous == "pages" and not (
+        tensor[0].is_contiguous() and (len(tensor) == 1 or tensor.stride(0) >= tensor[0].numel())
+    ):
+        raise ContractError(f"{op}: each page of {arg.name} must be dense, has strides {list(tensor.stride())}")
     if arg.contiguous == "last" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ContractError(f"{op}: the last dimension of {arg.name} must be contiguous, has stride {tensor.stride(-1)}")

@@ -3,6 +3,8 @@
 
 import torch
 
+from ..cache_layout import KV_GROUPS, KV_RECORD, NOPE_DIM, ROPE_DIM
+
 
 def normal(generator: torch.Generator, *shape: int, dtype=torch.bfloat16, device="cpu", scale: float = 1.0) -> torch.Tensor:
     """Normal values; drawn on the CPU so that every device sees the same numbers."""
@@ -18,3 +20,27 @@ def rope_table(length: int, dim: int = 64, base: float = 10000.0, device="cpu") 
     """float32 [length, dim]: cosines then sines of position * base^(-2i/dim)."""
     angle = torch.outer(torch.arange(length).double(), base ** (-torch.arange(0, dim, 2).double() / dim))
     return torch.cat([angle.cos(), angle.sin()], -1).float().to(device)
+
+
+def kv_pages(generator: torch.Generator, pages: int, page_rows: int, stride_bytes: int | None = None, device="cpu") -> torch.Tensor:
+    """A latent cache as vLLM binds one: uint8 [pages, page_rows, 584], pages inside packed blocks.
+
+    Every row holds values of about unit size, save page 0 (vLLM's null block) and the bytes between the
+    pages, which are 0xff: NaN in each of the formats.
+
+    Args:
+        stride_bytes: distance between two pages; default is a block that holds one more page.
+    """
+    size = page_rows * KV_RECORD.row_bytes
+    stride_bytes = stride_bytes or 2 * size
+    block = torch.full((pages, stride_bytes), 0xFF, dtype=torch.uint8)
+    codes = (torch.randn(pages, page_rows, NOPE_DIM, generator=generator) * 100).clamp(-448, 448)
+    tail = torch.randn(pages, page_rows, ROPE_DIM, generator=generator).bfloat16()
+    data = torch.cat([codes.to(torch.float8_e4m3fn).view(torch.uint8), tail.view(torch.uint8)], -1)
+    scales = torch.randint(118, 123, (pages, page_rows, KV_RECORD.scale_bytes), generator=generator, dtype=torch.uint8)
+    scales[..., KV_GROUPS:] = 0
+    first_scale = KV_RECORD.scale_offset(0, page_rows)
+    block[1:, :first_scale] = data[1:].flatten(1)
+    block[1:, first_scale:size] = scales[1:].flatten(1)
+    shape, strides = (pages, page_rows, KV_RECORD.row_bytes), (stride_bytes, KV_RECORD.row_bytes, 1)
+    return block.to(device).as_strided(shape, strides)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read rows of the latent cache back as numbers: a request's last rows, or rows by slot.
+
+Attention reads the 584-byte pages directly; these serve tests, debugging and the paths that want a plain
+bfloat16 workspace. E4M3 times a power of two has four significant bits, so bfloat16 holds it exactly.
+"""
+
+import torch
+
+from ...errors import ContractError
+from ...testing.inputs import kv_pages
+from ..contracts import Arg
+from ..registry import EXACT, Case, Op
+from .reference import gather_dequant_ref, gather_dequant_slots_ref
+from .window_insert import CACHE
+
+
+def gather_dequant(
+    cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    offset: int,
+    *,
+    implementation: str | None = None,
+) -> None:
+    """Copy the last rows of each request's sequence, dequantised, into a workspace.
+
+    Axes: B pages, P rows a page, R requests, N pages a request at most, Q rows a request in the workspace.
+
+    Args:
+        cache: uint8 [B, P, 584], each page dense, pages `stride(0)` bytes apart.
+        seq_lens: int32 [R], rows of the cache in each sequence (for a compressed cache: compressed rows).
+        gather_lens: int32 [R], how many of the last rows to copy, each in [0, seq_lens]; None: all.
+        block_table: int32 [R, N], pages; only those of copied rows are read.
+        out: bfloat16 [R, Q, 512], any strides but the last, written in place.
+        offset: rows, first row of `out` to write; offset + length <= Q.
+        implementation: one asked for by name; default is the best for the device.
+
+    Returns:
+        None. Rows [offset, offset + length) of each request hold its rows in sequence order; the others keep
+        their content.
+
+    Numerics: exact.
+    Graph safety: allocates nothing, does not synchronise, depends on no host value but `offset`.
+    Raises: ContractError on a wrong dtype, shape, stride or device, or a negative offset.
+    Source: model_spec section 12; upstream_gates sections 2.3 and 2.4; replaces `dequantize_and_gather_k_cache`.
+    """
+    PAGES.check(cache=cache, seq_lens=seq_lens, gather_lens=gather_lens, block_table=block_table, out=out)
+    if not 0 <= offset <= out.shape[1]:
+        raise ContractError(f"{PAGES.name}: offset is {offset}, must be in [0, {out.shape[1]}]")
+    PAGES.choose(cache.device, implementation)(cache, seq_lens, gather_lens, block_table, out, offset)
+
+
+def gather_dequant_slots(
+    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype = torch.float32, *, implementation: str | None = None
+) -> torch.Tensor:
+    """Read rows by slot, dequantised.
+
+    Axes: B pages, P rows a page, N rows to read.
+
+    Args:
+        cache: uint8 [B, P, 584], each page dense, pages `stride(0)` bytes apart.
+        slots: int64 [N], each below B*P; negative reads nothing.
+        dtype: of the result, float32 or bfloat16.
+        implementation: one asked for by name; default is the best for the device.
+
+    Returns:
+        `dtype` [N, 512], newly allocated; zeros for a negative slot. A NaN code, or a group under scale byte
+        255, reads as NaN or infinity; a group under scale byte 0 as zeros.
+
+    Numerics: exact.
+    Graph safety: allocates its result, does not synchronise, depends on no host value.
+    Raises: ContractError on a wrong dtype, shape, stride or device.
+    Source: model_spec section 12.
+    """
+    SLOTS.check(cache=cache, slots=slots)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ContractError(f"{SLOTS.name}: dtype is {dtype}, must be torch.float32 or torch.bfloat16")
+    return SLOTS.choose(cache.device, implementation)(cache, slots, dtype)
+
+
+def _pages_inputs(sizes, generator, device):
+    lengths, page_rows, tail = torch.tensor(sizes["lengths"], dtype=torch.int32), sizes["P"], sizes["tail"]
+    width = 1 + int(lengths.max()) // page_rows if len(lengths) else 1
+    pages = 1 + len(lengths) * width
+    table = 1 + torch.randperm(pages - 1, generator=generator).view(len(lengths), width).int()
+    gathered = lengths if tail is None else lengths.clamp_max(tail)
+    rows = int(gathered.max()) + 3 if len(lengths) else 3
+    return {
+        "cache": kv_pages(generator, pages, page_rows, device=device),
+        "seq_lens": lengths.to(device),
+        "gather_lens": None if tail is None else gathered.to(device),
+        "block_table": table.to(device),
+        "out": torch.zeros(len(lengths), rows, 512, dtype=torch.bfloat16, device=device),
+        "offset": 2,
+    }
+
+
+def _slots_inputs(sizes, generator, device):
+    slots = torch.randint(sizes["P"], sizes["B"] * sizes["P"], (sizes["N"],), generator=generator)
+    slots[torch.rand(sizes["N"], generator=generator) < 0.2] = -1
+    return {"cache": kv_pages(generator, sizes["B"], sizes["P"], device=device), "slots": slots.to(device)}
+
+
+PAGES = Op(
+    name="gather_dequant",
+    summary="Copy the last rows of each request's sequence, dequantised, into a workspace.",
+    axes={
+        "B": "pages",
+        "P": "rows a page",
+        "R": "requests",
+        "N": "pages a request at most",
+        "Q": "rows a request in the workspace",
+    },
+    inputs=(
+        CACHE,
+        Arg("seq_lens", "R", (torch.int32,)),
+        Arg("gather_lens", "R", (torch.int32,), optional=True),
+        Arg("block_table", "R N", (torch.int32,)),
+        Arg("out", "R Q 512", (torch.bfloat16,)),
+    ),
+    outputs=(),
+    reference=gather_dequant_ref,
+    tolerances={"out": EXACT},
+    cases=(
+        Case("empty", {"lengths": [], "P": 32, "tail": None}, _pages_inputs),
+        Case("whole", {"lengths": [0, 1, 33, 64], "P": 32, "tail": None}, _pages_inputs),
+        Case("tail", {"lengths": [300, 129, 5], "P": 128, "tail": 131}, _pages_inputs),
+    ),
+    bytes_moved=lambda s: sum(min(n, s["tail"] or n) for n in s["lengths"]) * (584 + 1024),
+    flops=lambda s: sum(min(n, s["tail"] or n) for n in s["lengths"]) * 448,
+    mutates=("out",),
+    replaces="vllm.models.deepseek_v41.common.ops.cache_utils.dequantize_and_gather_k_cache",
+    source="12",
+)
+
+SLOTS = Op(
+    name="gather_dequant_slots",
+    summary="Read rows of the latent cache by slot, dequantised.",
+    axes={"B": "pages", "P": "rows a page", "N": "rows to read"},
+    inputs=(CACHE, Arg("slots", "N", (torch.int64,))),
+    outputs=(Arg("rows", "N 512", (torch.float32, torch.bfloat16)),),
+    reference=gather_dequant_slots_ref,
+    tolerances={"rows": EXACT},
+    cases=tuple(
+        Case(f"n{n}_p{p}", {"N": n, "B": 4, "P": p}, _slots_inputs) for n, p in ((0, 32), (1, 64), (129, 128))
+    ),
+    bytes_moved=lambda s: s["N"] * (584 + 2048 + 8),
+    flops=lambda s: s["N"] * 448,
+    source="12",
+)
+
+OPS = (PAGES, SLOTS)
