@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index scores against keys read from the pages of the index cache.
+
+The same sum as `mqa_logits`, with the keys of a request found through its page table, and the keys of
+a request read once for all of its query tokens (a draft block has several). Upstream calls DeepGEMM,
+which has no SM80 code.
+"""
+
+import torch
+
+from ...cache_layout import INDEX_KEY
+from ...testing.inputs import integers, normal
+from ..contracts import Arg
+from ..registry import Case, Op, Tolerance
+from .reference import paged_mqa_logits_ref
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    request: torch.Tensor,
+    visible: torch.Tensor,
+    width: int,
+    *,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Score each query token against the first `visible` keys of its request.
+
+    Axes: T query tokens, N index heads, B pages, P keys a page, R requests, C page-table columns.
+
+    Args:
+        q: float8_e4m3fn [T, N, 128]; codes of `query_rope_quant`.
+        weights: float32 [T, N]; every scale of the query folded in.
+        cache: uint8 [B, P, 132]: a page is P * 128 bytes of codes, then P * 4 of float32 scales; pages may
+            lie apart (`cache.stride(0)` bytes, any size). Keys no token sees may hold anything.
+        block_table: int32 [R, C], pages; key j of request r is row j % P of page block_table[r, j // P].
+        request: int32 [T]; row of the table, in [0, R) where visible > 0.
+        visible: int32 [T], keys the token sees; 0 or less: none, and its table row is not read.
+        width: columns of the result, keys; at least the largest `visible`.
+        implementation: one asked for by name; default is the best for the device.
+
+    Returns:
+        float32 [T, width]; columns from `visible` on are -inf.
+
+    Numerics: products and sums in float32. A token has the same bits alone, in any batch and for any
+    page size. A NaN key gives NaN in its own column only.
+    Graph safety: allocates its result; the reference reads request and visible on the host. Beyond its
+    result and one gathered request, the reference allocates a bounded workspace.
+    Raises: ContractError on a wrong dtype, shape, stride or device; the reference also if width is too small.
+    Source: model_spec sections 5 and 12; replaces `fp8_fp4_paged_mqa_logits`.
+    """
+    OP.check(q=q, weights=weights, cache=cache, block_table=block_table, request=request, visible=visible)
+    return OP.choose(q.device, implementation)(q, weights, cache, block_table, request, visible, width)
+
+
+def _inputs(sizes, generator, device):
+    tokens, requests, page = sizes["T"], sizes["R"], sizes["P"]
+    columns = -(-sizes["S"] // page)
+    pages = requests * columns + 1
+    codes = normal(generator, pages, page * 128, dtype=torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.exp2(integers(generator, -8, 3, pages, page).float()).view(torch.uint8)
+    table = torch.randperm(pages, generator=generator)[: requests * columns].view(requests, columns)
+    return {
+        "q": normal(generator, tokens, sizes["N"], 128, dtype=torch.float8_e4m3fn, device=device),
+        "weights": normal(generator, tokens, sizes["N"], dtype=torch.float32, device=device),
+        "cache": torch.cat([codes, scales], 1).view(pages, page, INDEX_KEY.row_bytes).to(device),
+        "block_table": table.int().to(device),
+        "request": integers(generator, 0, requests, tokens, dtype=torch.int32, device=device),
+        "visible": integers(generator, 0, sizes["S"] + 1, tokens, dtype=torch.int32, device=device),
+        "width": sizes["S"] + 5,
+    }
+
+
+OP = Op(
+    name="paged_mqa_logits",
+    summary="Index scores against keys read from the pages of the index cache.",
+    axes={
+        "T": "query tokens", "N": "index heads", "B": "pages", "P": "keys a page", "R": "requests",
+        "C": "page-table columns",
+    },
+    inputs=(
+        Arg("q", "T N 128", (torch.float8_e4m3fn,), contiguous="full"),
+        Arg("weights", "T N", (torch.float32,)),
+        Arg("cache", "B P 132", (torch.uint8,), contiguous="pages"),
+        Arg("block_table", "R C", (torch.int32,)),
+        Arg("request", "T", (torch.int32,)),
+        Arg("visible", "T", (torch.int32,)),
+    ),
+    outputs=(Arg("logits", "T W", (torch.float32,)),),
+    reference=paged_mqa_logits_ref,
+    tolerances={"logits": Tolerance(1e-5, 1e-4)},
+    cases=tuple(
+        Case(f"t{t}_n{n}_r{r}_p{p}_s{s}", {"T": t, "N": n, "R": r, "P": p, "S": s}, _inputs)
+        for t, n, r, p, s in ((0, 8, 1, 64, 9), (1, 32, 1, 64, 300), (6, 32, 1, 32, 1000), (33, 8, 5, 128, 700))
+    ),
+    bytes_moved=lambda s: s["T"] * (s["N"] * 132 + s["S"] * 4) + s["R"] * s["S"] * 132,
+    flops=lambda s: s["T"] * s["S"] * s["N"] * (2 * 128 + 3),
+    replaces="vllm.utils.deep_gemm.fp8_fp4_paged_mqa_logits",
+    source="5",
+)
