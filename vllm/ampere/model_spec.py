@@ -152,20 +152,32 @@ class ModelSpec:
         _expect(text, _FIXED_TEXT, "text_config")
         _expect(rope, {"rope_type": "yarn"}, "text_config.rope_scaling")
         _expect(_section(config, "quantization_config"), _FIXED_QUANTIZATION, "quantization_config")
+        sections = {"": config, "text_config.": text, "text_config.rope_scaling.": rope, "vision_config.": vision}
         values = {}
         for field in fields(cls):
-            if field.name == "image_token_id":
-                section, key, where = config, field.name, ""
-            elif field.name == "vision_layers":
-                section, key, where = vision, "num_hidden_layers", "vision_config."
-            elif field.name.startswith("rope_") and field.name != "rope_theta":
-                section, key, where = rope, field.name.removeprefix("rope_"), "text_config.rope_scaling."
-            else:
-                section, key, where = text, field.name, "text_config."
-            if key not in section:
+            where, key = _place(field.name)
+            if key not in sections[where]:
                 raise CheckpointError(f"config.json lacks {where}{key}", _HINT)
-            values[field.name] = _typed(section[key], field.type, where + key)
+            values[field.name] = _typed(sections[where][key], field.type, where + key)
         return cls(**values)
+
+    def to_config(self) -> dict[str, Any]:
+        """A config.json nested as released that `from_config` reads back to an equal spec."""
+        text = {"model_type": "deepseek_v41_text", **_FIXED_TEXT}
+        rope, vision = {"rope_type": "yarn"}, {"model_type": "deepseek_v41_vision"}
+        config = {
+            "architectures": [ARCHITECTURE], "model_type": "deepseek_v41", "dtype": "bfloat16",
+            "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+            "quantization_config": {**_FIXED_QUANTIZATION, "activation_scheme": "dynamic"},
+            "text_config": text, "vision_config": vision,
+        }
+        sections = {"": config, "text_config.": text, "text_config.rope_scaling.": rope, "vision_config.": vision}
+        for field in fields(self):
+            where, key = _place(field.name)
+            value = getattr(self, field.name)
+            sections[where][key] = list(value) if isinstance(value, tuple) else value
+        text["rope_scaling"] = rope
+        return config
 
     def __post_init__(self):
         for field in fields(self):
@@ -268,6 +280,17 @@ class ModelSpec:
     def has_image_bias(self) -> bool:
         """Routers carry `bias_vl` exactly where there is a vision tower."""
         return self.vision_layers > 0
+
+
+def _place(field: str) -> tuple[str, str]:
+    """Section and key of a field in config.json."""
+    if field == "image_token_id":
+        return "", field
+    if field == "vision_layers":
+        return "vision_config.", "num_hidden_layers"
+    if field.startswith("rope_") and field != "rope_theta":
+        return "text_config.rope_scaling.", field.removeprefix("rope_")
+    return "text_config.", field
 
 
 def _is_prime(n: int) -> bool:
