@@ -18,6 +18,8 @@ from .tiny_config import Recipe
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _GAIN = 1.2
+# Tiles are scaled by 1/2, 1 or 2; this keeps the gain of a whole matrix.
+_MEAN_SQUARE = (1 / 4 + 1 + 4) / 3
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 # What a block adds to the residual stream comes out of these projections.
 _OUTPUTS = ("attn.wo_b.weight", ".w2.weight", "engram.wkv.weight")
@@ -90,7 +92,7 @@ class TinyWeights:
         packed = spec.dtype == "I8"
         rows, inner = spec.shape[0], spec.shape[1] * (2 if packed else 1)
         gain = self.recipe.block_gain if spec.name.endswith(_OUTPUTS) else _GAIN
-        normal = self._normal(spec.name, rows, inner) * (gain / math.sqrt(inner))
+        normal = self._normal(spec.name, rows, inner) * (gain / math.sqrt(inner * _MEAN_SQUARE))
         high = 1 if packed else TILE
         padded = torch.nn.functional.pad(normal, (0, -inner % TILE, 0, -rows % high))
         tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, high))

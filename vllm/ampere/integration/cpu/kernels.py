@@ -57,10 +57,10 @@ def save_compress_norm(
     kv_score, positions, state, slots, query_start, request, weight, eps, ratio, out,
     prev_rows=None, prev_row_indices=None,
 ):  # fmt: skip
-    """`compressor_pool` into upstream's output buffer."""
-    if prev_rows is not None:
-        raise NotImplementedError("prefill context parallelism needs a GPU")
-    out.copy_(compressor_pool(kv_score, positions, state, slots, query_start, weight, eps, ratio))
+    """`compressor_pool` under upstream's argument order."""
+    compressor_pool(
+        kv_score, positions, state, slots, query_start, weight, eps, ratio, prev_rows, prev_row_indices, out
+    )
 
 
 class Launcher:
@@ -102,8 +102,9 @@ class WindowIndices:
             raise NotImplementedError("DeepSeek-V4.1 has no bidirectional image window")
         token = torch.arange(token_offset, token_offset + num_tokens)
         request = torch.where(valid[token], requests[token], -1)
-        position = seq_lens[request] - query_start[1:][request] + token
-        slots, counts = window_slots(position, request, block_table, replay_start, window, page_rows)
+        position = (seq_lens[request] - query_start[1:][request] + token).long()
+        first = replay_start[: block_table.shape[0]]
+        slots, counts = window_slots(position, request, block_table, first, window, page_rows)
         flat = indices.view(indices.shape[0], -1)
         flat[:num_tokens] = -1
         flat[:num_tokens, : slots.shape[1]] = slots
