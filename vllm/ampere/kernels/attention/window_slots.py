@@ -43,7 +43,7 @@ def window_slots(
 
     Returns:
         slots int32 [T, window] of positions max(0, first, last - window + 1) to last = position + ahead, -1 after
-        them; lens int32 [T], how many there are. Newly allocated.
+        them; lens int32 [T], how many there are, 0 where `first` is after `last`. Newly allocated.
 
     Numerics: integers.
     Graph safety: allocates its results, does not synchronise, depends on no host value but `window` and `page_rows`.

@@ -87,6 +87,10 @@ def _inputs(sizes, generator, device):
     positions = torch.cat([torch.arange(n) + first for n, first in zip(lengths, starts)] or [torch.empty(0)]).long()
     block = torch.repeat_interleave(torch.arange(len(lengths)) + 1, torch.tensor(lengths, dtype=torch.int64))
     ends = torch.tensor([0, *lengths]).cumsum(0)
+    linked = {
+        "prev_rows": normal(generator, 3, 1024, dtype=torch.float32, device=device),
+        "prev_row_indices": (torch.arange(len(lengths)) % 4 - 1).int().to(device),
+    }
     return {
         "kv_score": normal(generator, tokens + 3, 512 * ratio, dtype=torch.float32, device=device),
         "positions": torch.nn.functional.pad(positions, (0, 3)).to(device),
@@ -96,6 +100,7 @@ def _inputs(sizes, generator, device):
         "norm_weight": normal(generator, 512, device=device),
         "eps": 1e-20,
         "ratio": ratio,
+        **(linked if sizes.get("linked") else {}),
     }
 
 
@@ -133,8 +138,9 @@ OP = Op(
     outputs=(Arg("latent", "T 512", (torch.bfloat16,)),),
     reference=compressor_pool_ref,
     tolerances={"latent": Tolerance(2e-3, 4e-2), "state": EXACT},
-    cases=tuple(
-        Case(f"{name}_r{ratio}", sizes | {"ratio": ratio}, _inputs) for name, sizes in _BATCHES.items() for ratio in (1, 2)
+    cases=(
+        *(Case(f"{name}_r{r}", sizes | {"ratio": r}, _inputs) for name, sizes in _BATCHES.items() for r in (1, 2)),
+        Case("linked_r2", _BATCHES["mixed"] | {"ratio": 2, "linked": True}, _inputs),
     ),
     bytes_moved=lambda s: sum(s["lengths"]) * (s["ratio"] * 2048 + 1024 + 16),
     flops=lambda s: sum(s["lengths"]) * 512 * 8,
