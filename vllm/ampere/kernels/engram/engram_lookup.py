@@ -39,7 +39,7 @@ def engram_lookup(
     Returns:
         bfloat16 [T, C, 256], newly allocated; zero where a row is outside [first_row, end_row).
 
-    Numerics: exact for scale bytes 1 to 247: a code has 4 significant bits. Byte 0 decodes to a factor
+    Numerics: exact for scale bytes 10 to 246, where every product is a normal bfloat16. Byte 0 decodes to a factor
     of 0, byte 255 to infinity; the released table holds neither.
     Graph safety: allocates its result, does not synchronise, depends on no host value.
     Raises: ContractError on a wrong dtype, shape, stride or device, or a range longer than the table.
