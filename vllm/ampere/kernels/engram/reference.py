@@ -4,7 +4,7 @@
 import torch
 
 from ...cache_layout import ENGRAM_GROUP
-from ..quantization.reference import e4m3_decode_ref, ue8m0_decode_ref
+from ..quantization.reference import ue8m0_decode_ref
 from ..row_tiles import pad_rows
 
 DEAD = -1
@@ -14,7 +14,7 @@ def engram_lookup_ref(table, scales, rows, first_row, end_row):
     """See `engram_lookup`."""
     own = (rows >= first_row) & (rows < end_row)
     local = (rows - first_row)[own]
-    codes = e4m3_decode_ref(table[local]).unflatten(-1, (-1, ENGRAM_GROUP))
+    codes = table[local].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, ENGRAM_GROUP))
     values = codes * ue8m0_decode_ref(scales[local]).unsqueeze(-1)
     out = torch.zeros(*rows.shape, table.shape[1], dtype=torch.bfloat16, device=table.device)
     out[own] = values.flatten(-2).to(out.dtype)
