@@ -146,6 +146,7 @@ def test_same_bits_alone_and_in_a_batch():
     ({"k": lambda x: x[:5]}, "129 slots for 5 keys"),
     ({"positions": lambda x: x[:5]}, "129 slots for 129 keys and 5 positions"),
     ({"cache": lambda x: x[..., :68].contiguous()}, "cache has 68 on axis 132"),
+    ({"cache": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)}, "each page of cache must be dense"),
     ({"ratio": lambda x: 4}, "ratio is 4, must be 1 or 2"),
     ({"slots": lambda x: x.int()}, "slots is int32, must be int64"),
 ])

@@ -44,6 +44,8 @@ def key_norm_rope_store(
         ratio: tokens a compressed row stands for, 1 or 2; a token writes if (position + 1) % ratio == 0.
         implementation: one asked for by name; default is the best for the device.
 
+    Returns: nothing; the cache is written.
+
     Numerics: norm in float32, rounded to bfloat16; float32 rotation at position // ratio * ratio, rounded
     to bfloat16; scale 2^ceil(log2(max(amax, 1e-4) / 448)); codes rounded to nearest even.
     Graph safety: does not synchronise, depends on no host value. Bytes of other slots keep their bits.

@@ -3,8 +3,10 @@
 
 import torch
 
-from ...cache_layout import AMAX_FLOOR, E4M3_MAX, INDEX_KEY
+from ...cache_layout import INDEX_DIM, INDEX_KEY
 from ...errors import ContractError
+from ..kv_cache.reference import split_pages
+from ..quantization.reference import quantize_groups, ue8m0_decode_ref
 from ..rms_norm import rms_norm
 from ..rope import rotate_tail
 from ..row_tiles import pad_rows
@@ -17,24 +19,13 @@ _MINUS_INF = float("-inf")
 
 def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes of x [..., 128] and their float32 power-of-two scale [...]."""
-    mantissa, exponent = torch.frexp(x.abs().amax(-1).clamp_min(AMAX_FLOOR) * (1.0 / E4M3_MAX))
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-    return (x / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
-
-
-def split_pages(cache, layout):
-    """Views of a paged cache uint8 [B, P, row bytes]: values [B, P, data bytes], scales [B, P, scale bytes]."""
-    pages, page_rows, _ = cache.shape
-
-    def view(offset, row_bytes):
-        return cache.as_strided((pages, page_rows, row_bytes), (cache.stride(0), row_bytes, 1), cache.storage_offset() + offset)
-
-    return view(0, layout.data_bytes), view(layout.scale_offset(0, page_rows), layout.scale_bytes)
+    codes, scale = quantize_groups(x, INDEX_DIM)
+    return codes.view(torch.float8_e4m3fn), ue8m0_decode_ref(scale.squeeze(-1))
 
 
 def query_rope_quant_ref(q, positions, cos_sin, weights, softmax_scale, head_scale):
     """See `query_rope_quant`."""
-    codes, scale = _quantize(rotate_tail(q, positions, cos_sin).to(q.dtype).float())
+    codes, scale = _quantize(rotate_tail(q, positions, cos_sin).to(q.dtype))
     return codes, weights.float() * scale * softmax_scale * head_scale
 
 
@@ -44,7 +35,7 @@ def key_norm_rope_store_ref(k, positions, cos_sin, norm_weight, eps, cache, slot
     kept = (slots >= 0) & ((positions + 1) % ratio == 0)
     slots, positions, k = slots[kept], positions[kept], k[: slots.shape[0]][kept]
     normed = rms_norm(k, norm_weight, eps).to(k.dtype)
-    codes, scale = _quantize(rotate_tail(normed, positions // ratio * ratio, cos_sin).to(k.dtype).float())
+    codes, scale = _quantize(rotate_tail(normed, positions // ratio * ratio, cos_sin).to(k.dtype))
     page, row = slots // cache.shape[1], slots % cache.shape[1]
     code_bytes, scale_bytes = split_pages(cache, INDEX_KEY)
     code_bytes[page, row] = codes.view(torch.uint8)

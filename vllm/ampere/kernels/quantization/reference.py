@@ -84,11 +84,11 @@ def quantize_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
 
 def mxfp4_decode_ref(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """See `mxfp4_decode`."""
-    byte = packed.view(torch.uint8).to(torch.int32)
-    code = torch.stack([byte & 15, byte >> 4], -1).flatten(-2)
-    magnitude = _decode_magnitude(code & 7, 1, 1)
-    value = torch.where(code & 8 != 0, -magnitude, magnitude)
-    return (value.unflatten(-1, (-1, 32)) * ue8m0_decode_ref(scales).unsqueeze(-1)).flatten(-2)
+    code = torch.arange(16, dtype=torch.int32, device=packed.device)
+    value = torch.where(code & 8 != 0, -1.0, 1.0) * _decode_magnitude(code & 7, 1, 1)
+    pairs = torch.stack([value.repeat(16), value.repeat_interleave(16)], -1)
+    values = torch.nn.functional.embedding(packed.view(torch.uint8).to(torch.int32), pairs).flatten(-2)
+    return (values.unflatten(-1, (-1, 32)) * ue8m0_decode_ref(scales).unsqueeze(-1)).flatten(-2)
 
 
 def mxfp4_encode_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
