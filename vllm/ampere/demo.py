@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
 
@@ -154,14 +154,23 @@ class Server:
         """End the whole process group: SIGTERM, and SIGKILL to what is left."""
         for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 5)):
             deadline = time.monotonic() + seconds
+            if self._group_runs():
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, number)
+            while self._group_runs() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self.process.poll()
+
+    def _group_runs(self) -> bool:
+        """Whether a process of the group runs; a dead one that nobody has reaped does not."""
+        for entry in Path("/proc").glob("[0-9]*/stat"):
             try:
-                os.killpg(self.process.pid, number)
-                while time.monotonic() < deadline:
-                    self.process.poll()  # a dead leader stays in its group until it is reaped
-                    os.killpg(self.process.pid, 0)
-                    time.sleep(0.05)
-            except ProcessLookupError:
-                return
+                state, _, group, *_ = entry.read_text(errors="replace").rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(group) == self.process.pid and state != "Z":
+                return True
+        return False
 
     def _lines(self) -> list[str]:
         with self.log.open(errors="replace") as log:
@@ -213,7 +222,7 @@ def stream_chat(port: int, question: str, max_tokens: int) -> Iterator[str]:
             for choice in event.get("choices", ()):
                 delta = choice["delta"]
                 yield delta.get("reasoning") or delta.get("content") or ""
-        raise AmpereError("the answer broke off before its end", f"its log: {SERVER_LOG}")
+        raise ConnectionError("the answer broke off before its end")
     finally:
         connection.close()
 
