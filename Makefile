@@ -10,8 +10,7 @@ help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo:  ## serve a tiny random DeepSeek-V4.1 on this machine's CPU and stream one answer (DEMO_PORT, DEMO_ONCE)
-	@$(ENV) cpu
-	@.venv/bin/python -m vllm.ampere.demo
+	@$(PYTHON) vllm/ampere/demo.py $(if $(DEMO_PORT),--port $(DEMO_PORT)) $(if $(filter 1,$(DEMO_ONCE)),--once)
 
 test:  ## every test that needs no GPU and is not marked long
 	@$(ENV) cpu oracle

@@ -8,7 +8,7 @@ from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-DATA = "vllm/ampere/_data"
+DATA = "vllm/ampere/_shipped"
 
 
 class BuildWithData(build_py):

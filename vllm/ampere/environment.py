@@ -141,16 +141,16 @@ class Environment:
             shutil.rmtree(old)
         self.prefix.mkdir()
         self._record({})
-        _call([sys.executable, "-m", "venv", self.prefix], "the virtual environment could not be made")
+        call([sys.executable, "-m", "venv", self.prefix], "the virtual environment could not be made")
 
     def _install(self) -> None:
         command = [self.python, "-I", "-m", "pip", "install", "--no-deps", "-r", ROOT / self.lock]
         try:
-            _call(command, f"pip could not install {self.lock}")
+            call(command, f"pip could not install {self.lock}")
         except AmpereError as error:
             if "torch==" not in str(error):
                 raise
-            _call([*command, "--extra-index-url", CPU_TORCH_INDEX], f"pip could not install {self.lock}")
+            call([*command, "--extra-index-url", CPU_TORCH_INDEX], f"pip could not install {self.lock}")
 
     def _put_on_path(self) -> None:
         (self.site_packages / "vllm_ampere.pth").write_text(f"{ROOT}\n")
@@ -175,14 +175,14 @@ class Environment:
     def _apply_series(self) -> None:
         if (ROOT / "patches" / "series").exists():
             command = [self.python, ROOT / "vllm_ampere.py", "patches", "apply", self.site_packages]
-            _call(command, "the patch series does not apply to the pinned tree")
+            call(command, "the patch series does not apply to the pinned tree")
 
     def _register(self) -> None:
         """Entry points of `setup.py`, so that vLLM finds our plugins, and the console command."""
         for stale in self.site_packages.glob("vllm_ampere-*.dist-info"):
             shutil.rmtree(stale)
         command = [self.python, "setup.py", "-q", "dist_info", "--output-dir", self.site_packages]
-        _call(command, "setup.py could not write the entry points")
+        call(command, "setup.py could not write the entry points")
         console = self.prefix / "bin" / "vllm-ampere"
         console.write_text(f'#!/bin/sh\nexec {shlex.quote(str(self.python))} {shlex.quote(str(ROOT))}/vllm_ampere.py "$@"\n')
         console.chmod(0o755)
@@ -195,7 +195,7 @@ class Environment:
         wheel.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
             command = [self.python, "-I", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", folder]
-            _call([*command, requirement], f"pip could not fetch {requirement}")
+            call([*command, requirement], f"pip could not fetch {requirement}")
             (fetched,) = Path(folder).iterdir()
             if _sha256(fetched) != sha256:
                 raise AmpereError(
@@ -259,18 +259,24 @@ def check_memory(needed_gib: float) -> None:
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
-    """One line on stderr for the time that the body takes, with its seconds; they run on a terminal."""
+def progress(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
+    """One line on stderr for the time that the body takes, with its seconds.
+
+    On a terminal the line is live: seconds run, and `detail()` says what goes on.
+    """
     start = time.monotonic()
     done = threading.Event()
+    live = sys.stderr.isatty()
 
-    def show(end: str) -> None:
-        back = "\r" if sys.stderr.isatty() else ""
-        print(f"{back}{text} {time.monotonic() - start:.0f} s", end=end, file=sys.stderr, flush=True)
+    def show(more: str, end: str) -> None:
+        line = f"{text} {time.monotonic() - start:.0f} s {more}".rstrip()
+        if live:
+            line = "\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
+        print(line, end=end, file=sys.stderr, flush=True)
 
     def tick() -> None:
-        while sys.stderr.isatty() and not done.wait(1):
-            show("")
+        while live and not done.wait(0.5):
+            show(detail(), end="")
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
@@ -279,7 +285,7 @@ def progress(text: str) -> Iterator[None]:
     finally:
         done.set()
         ticker.join()
-        show("\n")
+        show("", end="\n")
 
 
 def _python_version() -> str:
@@ -301,7 +307,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _call(command: list, failure: str) -> None:
+def call(command: list, failure: str) -> None:
     """Run a command of the checkout with its output in the log. Raises AmpereError with its last error line."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     with LOG.open("w+") as log:
@@ -313,28 +319,41 @@ def _call(command: list, failure: str) -> None:
         raise AmpereError(f"{failure}: {errors[-1]}", f"the whole output: {LOG.relative_to(ROOT)}")
 
 
+def build(names: list[str]) -> None:
+    """Build environments by name, one process at a time. Raises AmpereError."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "environment.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in names:
+            ENVIRONMENTS[name].build()
+
+
+def report(command: str, run: Callable[[], None]) -> int:
+    """Exit code of `run`; a failure that a user can act on ends as one line on stderr and its hint."""
+    try:
+        run()
+    except AmpereError as error:
+        print(f"{command}: {error}\nhint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"{command}: {error}\nhint: make room or lift the restriction, then run it again", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\n{command}: interrupted; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
 def main() -> int:
     """Build the environments named on the command line, `cpu` by default."""
-    try:
+
+    def run() -> None:
         check_python()
         parser = argparse.ArgumentParser(description="Build the environments of this checkout.")
         parser.add_argument("names", nargs="*", choices=[*ENVIRONMENTS, []], metavar="cpu|oracle")
-        names = parser.parse_args().names or ["cpu"]
-        CACHE.mkdir(exist_ok=True)
-        with (CACHE / "environment.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for name in names:
-                ENVIRONMENTS[name].build()
-    except AmpereError as error:
-        print(f"make env: {error}\nhint: {error.hint}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"make env: {error}\nhint: make room or lift the restriction, then run it again", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nmake env: interrupted; the next run goes on from here", file=sys.stderr)
-        return 130
-    return 0
+        build(parser.parse_args().names or ["cpu"])
+
+    return report("make env", run)
 
 
 if __name__ == "__main__":
