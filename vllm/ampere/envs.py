@@ -21,3 +21,8 @@ def platform() -> str:
     it finds none; "cpu" takes the CPU platform in any case.
     """
     return os.environ.get("VLLM_AMPERE_PLATFORM", "auto")
+
+
+def traceback() -> bool:
+    """`VLLM_AMPERE_TRACEBACK`: "1" makes the command line show the traceback of a fault of ours."""
+    return os.environ.get("VLLM_AMPERE_TRACEBACK", "") == "1"
