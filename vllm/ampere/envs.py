@@ -26,3 +26,8 @@ def platform() -> str:
 def trace_path() -> str:
     """`VLLM_AMPERE_TRACE`: file that receives one JSON line per traced event; unset or empty is off."""
     return os.environ.get("VLLM_AMPERE_TRACE", "")
+
+
+def traceback() -> bool:
+    """`VLLM_AMPERE_TRACEBACK`: "1" makes the command line show the traceback of a fault of ours."""
+    return os.environ.get("VLLM_AMPERE_TRACEBACK", "") == "1"
