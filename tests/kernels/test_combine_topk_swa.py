@@ -56,11 +56,14 @@ def test_requests_never_name_rows_of_each_other():
     assert (lens <= indices.shape[1]).all()
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"topk": 65}, r"topk is 65, must be in \[0, 64\]"),
-    ({"window": 0}, "window is 0 and ratio 1, must be at least 1 and 0"),
-    ({"query_start": torch.zeros(2, dtype=torch.int32)}, "query_start has 2 entries, must be 5"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"topk": 65}, r"topk is 65, must be in \[0, 64\]"),
+        ({"window": 0}, "window is 0 and ratio 1, must be at least 1 and 0"),
+        ({"query_start": torch.zeros(2, dtype=torch.int32)}, "query_start has 2 entries, must be 5"),
+    ],
+)
 def test_contract(change, message):
     given = next(c for c in OP.cases if c.name == "mixed_r1").inputs()
     with pytest.raises(ContractError, match=message):

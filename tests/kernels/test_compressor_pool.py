@@ -19,7 +19,10 @@ def pooled(rows: torch.Tensor, ratio: int) -> numpy.ndarray:
     """Latents of a whole sequence from position 0, in float64 numpy: no chunks, no ring."""
     x = rows.numpy().astype(numpy.float64)
     if ratio == 2:
-        value, gate = x[: len(x) // 2 * 2].reshape(-1, 2, 1024)[..., :512], x[: len(x) // 2 * 2].reshape(-1, 2, 1024)[..., 512:]
+        value, gate = (
+            x[: len(x) // 2 * 2].reshape(-1, 2, 1024)[..., :512],
+            x[: len(x) // 2 * 2].reshape(-1, 2, 1024)[..., 512:],
+        )
         share = 1 / (1 + numpy.exp(gate[:, 1] - gate[:, 0]))
         x = value[:, 0] * share + value[:, 1] * (1 - share)
     return x / numpy.sqrt((x * x).mean(-1, keepdims=True) + EPS) * WEIGHT.double().numpy()
@@ -95,7 +98,14 @@ def test_padding_tokens_and_requests_leave_the_ring_alone():
     rows, state = sequence(6, 8), torch.zeros(2, CAPACITY, 1024)
     slots = torch.tensor([CAPACITY, CAPACITY + 1, CAPACITY + 2, -1, -1, -1])
     out = compressor_pool(
-        rows, torch.tensor([0, 1, 2, 0, 1, 1]), state, slots, torch.tensor([0, 3, 3, 5], dtype=torch.int32), WEIGHT, EPS, 2
+        rows,
+        torch.tensor([0, 1, 2, 0, 1, 1]),
+        state,
+        slots,
+        torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+        WEIGHT,
+        EPS,
+        2,
     )
     assert torch.equal(state[1, :3], rows[:3]) and not state[1, 3:].any() and not state[0].any()
     assert out[1].any() and not out[[0, 2, 3, 4, 5]].any()
@@ -133,14 +143,17 @@ def test_rows_do_not_depend_on_their_batch():
         assert torch.equal(alone, whole[part])
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"ratio": 4}, "ratio is 4, must be 1 or 2"),
-    ({"ratio": 1}, "kv_score has 1024 on its last axis, must be 512 at ratio 1"),
-    ({"state": None}, "state is missing, ratio 2 needs it"),
-    ({"query_start": None}, "query_start is missing, ratio 2 needs it"),
-    ({"prev_rows": torch.zeros(1, 1024)}, "prev_rows and prev_row_indices go together"),
-    ({"positions": torch.zeros(3, dtype=torch.int64)}, "slots has 44 entries for 44 rows and 3 positions"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ratio": 4}, "ratio is 4, must be 1 or 2"),
+        ({"ratio": 1}, "kv_score has 1024 on its last axis, must be 512 at ratio 1"),
+        ({"state": None}, "state is missing, ratio 2 needs it"),
+        ({"query_start": None}, "query_start is missing, ratio 2 needs it"),
+        ({"prev_rows": torch.zeros(1, 1024)}, "prev_rows and prev_row_indices go together"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, "slots has 44 entries for 44 rows and 3 positions"),
+    ],
+)
 def test_contract(change, message):
     given = next(c for c in OP.cases if c.name == "mixed_r2").inputs()
     with pytest.raises(ContractError, match=message):

@@ -112,7 +112,9 @@ def test_same_bits_twice_and_nothing_left_unwritten(op, case):
     _same_bits(got, want)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if any(a.name == "out" and a.optional for a in op.inputs)], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if any(a.name == "out" and a.optional for a in op.inputs)], ids=lambda op: op.name
+)
 def test_given_result_tensor_is_filled_and_returned(op):
     for case in op.cases:
         given = case.inputs(seed=3)
@@ -125,6 +127,7 @@ def test_given_result_tensor_is_filled_and_returned(op):
 
 def _fullest(op):
     """The case that gives the most arguments and no empty one."""
+
     def count(case):
         tensors = [t for t in _arguments(op, case.inputs(seed=3)).values() if t is not None]
         return all(t.numel() for t in tensors), len(tensors)
@@ -133,7 +136,9 @@ def _fullest(op):
 
 
 FULL = {op.name: _fullest(op) for op in OPS}
-GIVEN = {op.name: {n: t for n, t in _arguments(op, FULL[op.name].inputs(seed=3)).items() if t is not None} for op in OPS}
+GIVEN = {
+    op.name: {n: t for n, t in _arguments(op, FULL[op.name].inputs(seed=3)).items() if t is not None} for op in OPS
+}
 ARGS = [(op, arg) for op in OPS for arg in op.inputs if arg.name in GIVEN[op.name]]
 
 

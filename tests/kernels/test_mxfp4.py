@@ -61,7 +61,11 @@ def test_group_maximum_and_its_neighbours():
     for k in (-100, -3, 0, 5, 120):
         at = torch.tensor(6.0 * 2.0**k)
         group = torch.zeros(3, 32)
-        group[0, 3], group[1, 3], group[2, 3] = at, torch.nextafter(at, torch.tensor(torch.inf)), torch.nextafter(at, torch.tensor(0.0))
+        group[0, 3], group[1, 3], group[2, 3] = (
+            at,
+            torch.nextafter(at, torch.tensor(torch.inf)),
+            torch.nextafter(at, torch.tensor(0.0)),
+        )
         assert mxfp4_encode(group)[1].flatten().tolist() == [k + 127, k + 128, k + 127]
 
 

@@ -19,10 +19,16 @@ ATTEND = {
 }
 CASES = [*sparse_mla_decode.OP.cases, *sparse_mla_prefill.OP.cases]
 both = pytest.mark.parametrize("attend", ATTEND.values(), ids=ATTEND)
-E4M3 = numpy.array([
-    (-1) ** (c >> 7) * (numpy.nan if c & 127 == 127 else (8 + (c & 7)) * 2.0 ** ((c >> 3 & 15) - 10) if c & 120 else (c & 7) * 2.0**-9)
-    for c in range(256)
-])  # fmt: skip
+
+
+def e4m3(code: int) -> float:
+    sign, exponent, mantissa = (-1) ** (code >> 7), code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return numpy.nan
+    return sign * ((8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9)
+
+
+E4M3 = numpy.array([e4m3(code) for code in range(256)])
 
 
 def read_row(cache: torch.Tensor, slot: int) -> numpy.ndarray:
@@ -90,7 +96,9 @@ def test_page_sizes_and_strided_pages(attend, page_rows):
 def test_key_order_does_not_matter(attend):
     given = _given()
     given["window_lens"].fill_(128)
-    shuffled = given | {"window_slots": given["window_slots"][:, torch.randperm(128, generator=torch.Generator().manual_seed(1))]}
+    shuffled = given | {
+        "window_slots": given["window_slots"][:, torch.randperm(128, generator=torch.Generator().manual_seed(1))]
+    }
     assert_close(attend(**shuffled), attend(**given), sparse_mla_decode.TOLERANCE)
 
 
@@ -124,7 +132,12 @@ def test_a_slot_listed_twice_counts_twice(attend):
     given["window_slots"] = torch.tensor([[40, 40, 41, 40, -1, 50], [33, 60, 60, -1, -1, -1]], dtype=torch.int32)
     got = attend(**given)
     assert_close(got, oracle(given), sparse_mla_decode.TOLERANCE)
-    once = attend(**(given | {"window_slots": torch.tensor([[40, 41, 50, -1, -1, -1], [33, 60, -1, -1, -1, -1]], dtype=torch.int32)}))
+    once = attend(
+        **(
+            given
+            | {"window_slots": torch.tensor([[40, 41, 50, -1, -1, -1], [33, 60, -1, -1, -1, -1]], dtype=torch.int32)}
+        )
+    )
     assert not torch.equal(got, once)
 
 

@@ -13,7 +13,12 @@ def oracle(topk, request, block_table, positions, ratio, page_rows):
     slots, lens = [], []
     for row, owner, position in zip(topk.tolist(), request.tolist(), positions.tolist()):
         valid = [owner >= 0 and 0 <= r < (position + 1) // ratio for r in row]
-        slots.append([int(block_table[owner, r // page_rows]) * page_rows + r % page_rows if v else -1 for r, v in zip(row, valid)])
+        slots.append(
+            [
+                int(block_table[owner, r // page_rows]) * page_rows + r % page_rows if v else -1
+                for r, v in zip(row, valid)
+            ]
+        )
         lens.append(max([i + 1 for i, v in enumerate(valid) if v], default=0))
     return torch.tensor(slots, dtype=torch.int32).view(topk.shape), torch.tensor(lens, dtype=torch.int32)
 
@@ -30,7 +35,10 @@ def test_oracle(case):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 70), st.lists(st.integers(-3, 80), min_size=5, max_size=5)), max_size=6),
+    st.lists(
+        st.tuples(st.integers(-1, 1), st.integers(0, 70), st.lists(st.integers(-3, 80), min_size=5, max_size=5)),
+        max_size=6,
+    ),
     st.integers(1, 3),
     st.sampled_from([1, 32, 64, 128]),
 )
@@ -48,7 +56,9 @@ def test_any_list(tokens, ratio, page_rows):
 def test_pages_of_dropped_entries_are_not_looked_up():
     """A table as wide as the visible rows need: entries beyond it would raise."""
     topk = torch.tensor([[0, 5000, -1, 31, 2**31 - 1]], dtype=torch.int32)
-    slots, lens = topk_slots(topk, torch.tensor([0], dtype=torch.int32), torch.tensor([[7]], dtype=torch.int32), torch.tensor([63]), 2, 32)
+    slots, lens = topk_slots(
+        topk, torch.tensor([0], dtype=torch.int32), torch.tensor([[7]], dtype=torch.int32), torch.tensor([63]), 2, 32
+    )
     assert slots.tolist() == [[7 * 32, -1, -1, 7 * 32 + 31, -1]] and lens.tolist() == [4]
 
 

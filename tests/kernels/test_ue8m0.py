@@ -44,7 +44,9 @@ def test_exact_powers_and_their_neighbours():
 def test_floor_and_ends():
     low = torch.tensor([0.0, 1e-45, 1e-5, 1e-4])
     assert (power_of_two_scale(low) == smallest_byte(1e-4)).all() and smallest_byte(1e-4) == 105
-    assert power_of_two_scale(torch.tensor(torch.finfo(torch.float32).max)).item() == smallest_byte(float(numpy.finfo("f4").max))
+    assert power_of_two_scale(torch.tensor(torch.finfo(torch.float32).max)).item() == smallest_byte(
+        float(numpy.finfo("f4").max)
+    )
     assert (power_of_two_scale(torch.tensor([torch.inf, torch.nan])) == 255).all()
 
 

@@ -20,7 +20,9 @@ def record(latent: torch.Tensor, position: int) -> tuple[bytes, torch.Tensor, by
     for group in latent[:448].double().view(7, 64):
         amax = max(float(group.abs().max()), 1e-4)
         exponent = math.ceil(math.log2(amax / 448))
-        codes += bytes((group * 2.0**-exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8).tolist())
+        codes += bytes(
+            (group * 2.0**-exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+        )
         scales += bytes([exponent + 127])
     tail = torch.view_as_complex(latent[448:].double().view(32, 2))
     table = COS_SIN[position].double()
@@ -64,7 +66,9 @@ def test_no_other_byte_changes(page_rows):
     storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
     before = storage.clone()
     slot = 2 * page_rows + page_rows - 1
-    window_insert(torch.randn(1, 512, generator=generator).bfloat16(), cache, torch.tensor([slot]), torch.tensor([7]), COS_SIN)
+    window_insert(
+        torch.randn(1, 512, generator=generator).bfloat16(), cache, torch.tensor([slot]), torch.tensor([7]), COS_SIN
+    )
     page = 2 * cache.stride(0)
     own = torch.zeros_like(before, dtype=torch.bool)
     own[page + (page_rows - 1) * 576 :][:576] = True
@@ -126,14 +130,17 @@ def test_pages_past_two_gib():
             assert_row(cache, slot, kv[token], 5 + token)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"slots": lambda x: torch.cat([x, x])}, "slots has 258 entries, more than the 129 rows of kv"),
-    ({"positions": lambda x: x[:3]}, "slots has 129 entries, more than the 129 rows of kv or the 3 of positions"),
-    ({"cache": lambda x: x[:, :, :583]}, "cache has 583 on axis 584"),
-    ({"cache": lambda x: x[:, ::2]}, "each page of cache must be dense"),
-    ({"cache": lambda x: x[:1].expand(4, -1, -1)}, "each page of cache must be dense"),
-    ({"kv": lambda x: x.float()}, "kv is float32, must be bfloat16"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"slots": lambda x: torch.cat([x, x])}, "slots has 258 entries, more than the 129 rows of kv"),
+        ({"positions": lambda x: x[:3]}, "slots has 129 entries, more than the 129 rows of kv or the 3 of positions"),
+        ({"cache": lambda x: x[:, :, :583]}, "cache has 583 on axis 584"),
+        ({"cache": lambda x: x[:, ::2]}, "each page of cache must be dense"),
+        ({"cache": lambda x: x[:1].expand(4, -1, -1)}, "each page of cache must be dense"),
+        ({"kv": lambda x: x.float()}, "kv is float32, must be bfloat16"),
+    ],
+)
 def test_contract(change, message):
     given = OP.cases[-1].inputs()
     given |= {name: edit(given[name]) for name, edit in change.items()}

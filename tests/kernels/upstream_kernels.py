@@ -34,11 +34,23 @@ interpreter._convert_float = convert
 
 
 def request_of(query_start: torch.Tensor, tokens: int) -> torch.Tensor:
-    return torch.bucketize(torch.arange(tokens), query_start[1:], right=True).clamp_max(max(len(query_start) - 2, 0)).int()
+    return (
+        torch.bucketize(torch.arange(tokens), query_start[1:], right=True).clamp_max(max(len(query_start) - 2, 0)).int()
+    )
 
 
 def combine_topk_swa(g):
-    names = ("topk_rows", "query_start", "seq_lens", "gather_lens", "window", "ratio", "topk", "request_rows", "compressed_rows")
+    names = (
+        "topk_rows",
+        "query_start",
+        "seq_lens",
+        "gather_lens",
+        "window",
+        "ratio",
+        "topk",
+        "request_rows",
+        "compressed_rows",
+    )
     return cache_utils.combine_topk_swa_indices(*(g[n] for n in names))
 
 
@@ -53,7 +65,9 @@ def compressor_pool(g):
 
 
 def compressor_insert(g):
-    fused_compress_quant_cache.rope_quant_insert(g["latent"], g["positions"], g["cos_sin"], g["cache"], g["slots"], g["ratio"])
+    fused_compress_quant_cache.rope_quant_insert(
+        g["latent"], g["positions"], g["cos_sin"], g["cache"], g["slots"], g["ratio"]
+    )
     return ()
 
 
@@ -99,7 +113,18 @@ def window_slots(g):
         )
     else:
         sparse_swa._compute_swa_indices_and_lens_kernel[(tokens,)](
-            slots, slots.stride(0), lens, width, width, lens, lens, *shared, g["first"], 0, HAS_IMAGE=False, TRITON_BLOCK_SIZE=1024
+            slots,
+            slots.stride(0),
+            lens,
+            width,
+            width,
+            lens,
+            lens,
+            *shared,
+            g["first"],
+            0,
+            HAS_IMAGE=False,
+            TRITON_BLOCK_SIZE=1024,
         )
     return slots.flatten(1), lens
 

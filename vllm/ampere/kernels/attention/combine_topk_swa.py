@@ -77,7 +77,9 @@ def _inputs(sizes, generator, device):
     gathered = lengths + torch.minimum(before - replayed, torch.tensor(sizes["window"] - 1))
     compressed_rows = 340 // ratio if ratio else 0
     return {
-        "topk_rows": integers(generator, -1, compressed_rows + 5, sum(sizes["lengths"]), sizes["C"], dtype=torch.int32, device=device),
+        "topk_rows": integers(
+            generator, -1, compressed_rows + 5, sum(sizes["lengths"]), sizes["C"], dtype=torch.int32, device=device
+        ),
         "query_start": (torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) + 17).int().to(device),
         "seq_lens": (before + lengths).to(device),
         "gather_lens": gathered.int().to(device),

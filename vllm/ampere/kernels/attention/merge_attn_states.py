@@ -73,7 +73,8 @@ OP = Op(
     reference=merge_attn_states_ref,
     tolerances={"o": Tolerance(2e-3, 4e-2)},
     cases=tuple(
-        Case(f"s{s}_t{t}_h{h}", {"S": s, "T": t, "H": h}, _inputs) for s, t, h in ((1, 1, 8), (4, 0, 8), (5, 7, 16), (16, 2, 64))
+        Case(f"s{s}_t{t}_h{h}", {"S": s, "T": t, "H": h}, _inputs)
+        for s, t, h in ((1, 1, 8), (4, 0, 8), (5, 7, 16), (16, 2, 64))
     ),
     bytes_moved=lambda s: s["T"] * s["H"] * (s["S"] * (512 * 4 + 4) + 512 * 2),
     flops=lambda s: s["T"] * s["H"] * s["S"] * 512 * 2,

@@ -97,7 +97,9 @@ def _page_slots(block_table, request, rows, counts, page_rows) -> torch.Tensor:
     return torch.where(counts, page * page_rows + rows % page_rows, -1).int()
 
 
-def topk_slots_ref(topk, request, block_table, positions, ratio: int, page_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_slots_ref(
+    topk, request, block_table, positions, ratio: int, page_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `topk_slots`."""
     visible = ((positions + 1) // ratio).unsqueeze(-1)
     counts = (topk >= 0) & (topk < visible) & (request >= 0).unsqueeze(-1)

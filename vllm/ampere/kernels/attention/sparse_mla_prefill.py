@@ -53,7 +53,16 @@ def sparse_mla_prefill(
         compressed_cache=compressed_cache, compressed_slots=compressed_slots, compressed_lens=compressed_lens, out=out,
     )  # fmt: skip
     return OP.choose(q.device, implementation)(
-        q, sink, scale, window_cache, window_slots, window_lens, compressed_cache, compressed_slots, compressed_lens, out
+        q,
+        sink,
+        scale,
+        window_cache,
+        window_slots,
+        window_lens,
+        compressed_cache,
+        compressed_slots,
+        compressed_lens,
+        out,
     )
 
 

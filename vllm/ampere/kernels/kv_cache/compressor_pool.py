@@ -41,8 +41,8 @@ def compressor_pool(
         positions: int64 [L], tokens; consecutive within a request.
         state: float32 [E, C, 1024], ring blocks, written in place; None at ratio 1.
         slots: int64 [S]: at ratio 2 ring slots, block * C + position % C; at ratio 1 any slot. Negative: a
-            padding token, which closes no group and leaves the ring alone; a request whose first slot is
-            negative leaves it alone whole. Tokens after the last request have a negative slot.
+            padding token, which closes no group and does not enter the ring; so are all tokens after the last
+            request.
         query_start: int32 [R+1], first token of each request's chunk, ascending; None at ratio 1.
         norm_weight: bfloat16 [512].
         eps: added to the mean square; 1e-20 in this model, so an all-zero row stays zero.
@@ -63,13 +63,15 @@ def compressor_pool(
     Source: model_spec section 5 (compressor) and 12; replaces `fused_save_compress_norm`.
     """
     axes = OP.check(
-        kv_score=kv_score, positions=positions, state=state, slots=slots, query_start=query_start, norm_weight=norm_weight,
-        prev_rows=prev_rows, prev_row_indices=prev_row_indices, out=out,
+        kv_score=kv_score, positions=positions, state=state, slots=slots, query_start=query_start,
+        norm_weight=norm_weight, prev_rows=prev_rows, prev_row_indices=prev_row_indices, out=out,
     )  # fmt: skip
     if ratio not in (1, 2):
         raise ContractError(f"{OP.name}: ratio is {ratio}, must be 1 or 2")
     if axes["W"] != 512 * ratio:
-        raise ContractError(f"{OP.name}: kv_score has {axes['W']} on its last axis, must be {512 * ratio} at ratio {ratio}")
+        raise ContractError(
+            f"{OP.name}: kv_score has {axes['W']} on its last axis, must be {512 * ratio} at ratio {ratio}"
+        )
     if axes["S"] > min(axes["T"], axes["L"]):
         raise ContractError(f"{OP.name}: slots has {axes['S']} entries for {axes['T']} rows and {axes['L']} positions")
     if ratio == 2 and (state is None or query_start is None):
@@ -94,7 +96,9 @@ def _inputs(sizes, generator, device):
     return {
         "kv_score": normal(generator, tokens + 3, 512 * ratio, dtype=torch.float32, device=device),
         "positions": torch.nn.functional.pad(positions, (0, 3)).to(device),
-        "state": normal(generator, len(lengths) + 1, capacity, 1024, dtype=torch.float32, device=device) if ratio == 2 else None,
+        "state": normal(generator, len(lengths) + 1, capacity, 1024, dtype=torch.float32, device=device)
+        if ratio == 2
+        else None,
         "slots": torch.nn.functional.pad(block * capacity + positions % capacity, (0, 3), value=-1).to(device),
         "query_start": ends.int().to(device) if ratio == 2 else None,
         "norm_weight": normal(generator, 512, device=device),

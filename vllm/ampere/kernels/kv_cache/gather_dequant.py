@@ -144,9 +144,7 @@ SLOTS = Op(
     outputs=(Arg("rows", "N 512", (torch.float32, torch.bfloat16)),),
     reference=gather_dequant_slots_ref,
     tolerances={"rows": EXACT},
-    cases=tuple(
-        Case(f"n{n}_p{p}", {"N": n, "B": 4, "P": p}, _slots_inputs) for n, p in ((0, 32), (1, 64), (129, 128))
-    ),
+    cases=tuple(Case(f"n{n}_p{p}", {"N": n, "B": 4, "P": p}, _slots_inputs) for n, p in ((0, 32), (1, 64), (129, 128))),
     bytes_moved=lambda s: s["N"] * (584 + 2048 + 8),
     flops=lambda s: s["N"] * 448,
     source="12",

@@ -13,7 +13,9 @@ def split_pages(cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, 
     pages, page_rows, _ = cache.shape
 
     def view(offset, row_bytes):
-        return cache.as_strided((pages, page_rows, row_bytes), (cache.stride(0), row_bytes, 1), cache.storage_offset() + offset)
+        return cache.as_strided(
+            (pages, page_rows, row_bytes), (cache.stride(0), row_bytes, 1), cache.storage_offset() + offset
+        )
 
     return view(0, layout.data_bytes), view(layout.scale_offset(0, page_rows), layout.scale_bytes)
 
@@ -65,7 +67,17 @@ def gather_dequant_ref(cache, seq_lens, gather_lens, block_table, out, offset: i
 
 
 def compressor_pool_ref(
-    kv_score, positions, state, slots, query_start, norm_weight, eps, ratio, prev_rows=None, prev_row_indices=None, out=None
+    kv_score,
+    positions,
+    state,
+    slots,
+    query_start,
+    norm_weight,
+    eps,
+    ratio,
+    prev_rows=None,
+    prev_row_indices=None,
+    out=None,
 ) -> torch.Tensor:
     """See `compressor_pool`."""
     if out is None:
@@ -104,6 +116,5 @@ def _save_ring(kv_score, state, slots, query_start, request) -> None:
     """Store the last rows of each chunk, as many as the ring holds, in the ring of its request."""
     capacity = state.shape[1]
     token = torch.nonzero((slots >= 0) & (request < len(query_start) - 1)).flatten()
-    first, end = query_start.long()[request[token]], query_start.long()[request[token] + 1]
-    kept = token[(token >= end - capacity) & (slots[first] >= 0)]
+    kept = token[token >= query_start[request[token] + 1] - capacity]
     state[slots[kept] // capacity, slots[kept] % capacity] = kv_score[kept]

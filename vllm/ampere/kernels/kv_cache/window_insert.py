@@ -45,8 +45,8 @@ def window_insert(
         `power_of_two_scale` define them. A group with an infinity or a NaN is stored with scale byte 255.
     Graph safety: allocates nothing, does not synchronise, depends on no host value.
     Raises: ContractError on a wrong dtype, shape, stride or device, or S > T or S > L.
-    Source: model_spec sections 5 and 12; upstream_gates section 2.5; replaces
-        `_C.fused_deepseek_v4_kv_rope_insert` and the cache half of `_C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`.
+    Source: model_spec sections 5 and 12; upstream_gates section 2.5; replaces `_C.fused_deepseek_v4_kv_rope_insert` and
+        the cache half of `_C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`.
     """
     axes = OP.check(kv=kv, cache=cache, slots=slots, positions=positions, cos_sin=cos_sin)
     check_rows(OP.name, axes, "kv")
@@ -55,9 +55,10 @@ def window_insert(
 
 def check_rows(op: str, axes: dict[str, int], source: str) -> None:
     """Raise ContractError unless there is a row and a position for every slot."""
-    if axes["S"] > min(axes["T"], axes["L"]):
+    slots, rows, positions = axes["S"], axes["T"], axes["L"]
+    if slots > min(rows, positions):
         raise ContractError(
-            f"{op}: slots has {axes['S']} entries, more than the {axes['T']} rows of {source} or the {axes['L']} of positions"
+            f"{op}: slots has {slots} entries, more than the {rows} rows of {source} or the {positions} of positions"
         )
 
 
