@@ -15,12 +15,10 @@ from pathlib import Path
 _OVERLAY = Path(__file__).resolve().parent / "vllm" / "ampere"
 
 
-def _load_overlay() -> bool:
-    """Put `vllm.ampere` into `sys.modules`; returns whether its files are there."""
+def _load_overlay() -> None:
+    """Put `vllm.ampere` into `sys.modules`, unless it is there."""
     if "vllm.ampere" in sys.modules:
-        return True
-    if not (_OVERLAY / "cli" / "main.py").is_file():
-        return False
+        return
     spec = importlib.util.spec_from_file_location(
         "vllm.ampere", _OVERLAY / "__init__.py", submodule_search_locations=[str(_OVERLAY)]
     )
@@ -30,7 +28,6 @@ def _load_overlay() -> bool:
     package = importlib.util.module_from_spec(spec)
     sys.modules["vllm.ampere"] = parent.ampere = package
     spec.loader.exec_module(package)
-    return True
 
 
 def main() -> int:
@@ -39,12 +36,13 @@ def main() -> int:
         print(f"error: vllm-ampere needs Python 3.11, this is {sys.version.split()[0]}", file=sys.stderr)
         print("hint: install it for the Python that vLLM runs on", file=sys.stderr)
         return 1
-    if not _load_overlay():
-        print(f"error: the overlay is gone: {_OVERLAY} has no command line", file=sys.stderr)
+    try:
+        _load_overlay()
+        from vllm.ampere.cli.main import main as run
+    except Exception as error:
+        print(f"error: the overlay {_OVERLAY} does not load: {type(error).__name__}: {error}", file=sys.stderr)
         print("hint: pip install --force-reinstall --no-deps vllm-ampere", file=sys.stderr)
         return 1
-    from vllm.ampere.cli.main import main as run
-
     return run(sys.argv[1:])
 
 
