@@ -40,6 +40,6 @@ def imported(path: Path) -> list[str]:
             base = package[: len(package) - node.level + 1] if node.level else ()
             stem = ".".join([*base, *([node.module] if node.module else [])])
             names += [f"{stem}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "find_spec", "__import__")):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             names += [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return names

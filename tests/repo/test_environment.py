@@ -172,7 +172,7 @@ def test_another_file_than_the_pinned_one_is_refused(checkout, pip):
     made = Environment(".venv", "lock.txt", disk_gib=0, engine=True)
     with pytest.raises(AmpereError, match="not the file that upstream.toml pins"):
         made._wheel("thing==1", "thing-1.whl", PINNED)
-    assert list((environment.CACHE / "wheels").iterdir()) == []
+    assert list(environment.CACHE.iterdir()) == []
 
 
 def test_the_torch_index_is_asked_only_after_plain_pip_found_no_torch(checkout, pip):

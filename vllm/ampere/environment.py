@@ -189,18 +189,17 @@ class Environment:
 
     def _wheel(self, requirement: str, name: str, sha256: str) -> Path:
         """A pinned wheel in the cache, fetched by pip if it is not there whole."""
-        wheel = CACHE / "wheels" / name
+        wheel = CACHE / name
         if wheel.exists() and _sha256(wheel) == sha256:
             return wheel
-        wheel.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             command = [self.python, "-I", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", folder]
             call([*command, requirement], f"pip could not fetch {requirement}")
             (fetched,) = Path(folder).iterdir()
             if _sha256(fetched) != sha256:
                 raise AmpereError(
                     f"{fetched.name} is not the file that upstream.toml pins (its sha256 differs)",
-                    f"ask another package index for {name}, or put that file into .cache/wheels",
+                    f"ask another package index for {name}, or put that file into .cache",
                 )
             fetched.replace(wheel)
         return wheel
