@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a server, and how an answer is held against the reference decoder."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm.ampere.testing.engine import Completion, Server
+from vllm.ampere.testing.reference_decoder import ReferenceDecoder
+
+# Bound on the rms of log-probabilities over vocabulary and 8 generated tokens.
+RMS_BOUND = 0.055
+# A prompt inside the window, one past half of top-k at ratio 2, and one past everything, in two chunks of prefill.
+LENGTHS = (20, 100, 700)
+DRAFTS = {"method": "dspark", "num_speculative_tokens": 5}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A server: the preset of its checkpoint, and engine keywords and environment beside the common ones."""
+
+    preset: str
+    options: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+
+
+CONFIGURATIONS = {
+    "plain": Configuration("sharp"),
+    "no-replay": Configuration("sharp", {"swa_bounded_replay": False, "enable_prefix_caching": False}),
+    "tp2": Configuration("sharp", {"tensor_parallel_size": 2}),
+    "pp2": Configuration("sharp", {"pipeline_parallel_size": 2}, {"VLLM_PP_LAYER_PARTITION": "4,4"}),
+    "wide-topk": Configuration("wide_topk"),
+    "agreeing": Configuration("parrot"),
+    "dspark": Configuration("parrot", {"speculative_config": DRAFTS}),
+}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Ordinary token ids, always the same for the same arguments."""
+    drawn = random.Random(f"{length}/{seed}")
+    return [drawn.randrange(7, 500) for _ in range(length)]
+
+
+# ------------------------------------------------------------------ scenarios
+
+
+def alone(server: Server, length: int, seed: int = 0) -> Completion:
+    """One cold request of `prompt(length, seed)`."""
+    return server.complete(prompt(length, seed))
+
+
+def together(server: Server) -> list[tuple[list[int], Completion]]:
+    """Two cold requests at once, 640 and 90 tokens: prompts and answers."""
+    spans = []
+
+    def ask(given):
+        start = time.monotonic()
+        answer = server.complete(given)
+        spans.append((start, time.monotonic()))
+        return given, answer
+
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(ask, (prompt(640, 1), prompt(90, 1))))
+    assert max(start for start, _ in spans) < min(end for _, end in spans), "the requests did not overlap"
+    return answers
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Requests whose beginning is in the prefix cache.
+
+    Attributes:
+        answers: prompts and answers: one prompt for the second time, and one that shares its first 650 tokens.
+        hits: prompt tokens that the cache's counter says were served, over these answers.
+        trims: `replay_trim` trace events over these answers.
+    """
+
+    answers: list[tuple[list[int], Completion]]
+    hits: float
+    trims: list[dict]
+
+
+def warm(server: Server) -> Warm:
+    """A prompt of 700 tokens cold, then again, then another with the same beginning."""
+    first = prompt(700, 2)
+    second = first[:650] + prompt(60, 3)
+    server.complete(first, 1, logprobs=False)
+    hits, trims = server.metric("vllm:prefix_cache_hits_total"), len(server.events("replay_trim"))
+    answers = [(given, server.complete(given)) for given in (first, second)]
+    return Warm(answers, server.metric("vllm:prefix_cache_hits_total") - hits, server.events("replay_trim")[trims:])
+
+
+def prompt_logprobs(server: Server, length: int) -> Completion:
+    """One cold request that wants the log-probabilities of its prompt."""
+    return server.complete(prompt(length, 4), 1, logprobs=False, prompt_logprobs=True)
+
+
+# ------------------------------------------------------------------ comparison
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """An answer against the reference decoder fed with the same tokens.
+
+    Attributes:
+        rms: of the difference of log-probabilities, over vocabulary and generated tokens.
+        worst_margin: the most by which the reference prefers its own token to the engine's, in log-probability.
+        per_token: rms of each generated token.
+    """
+
+    rms: float
+    worst_margin: float
+    per_token: list[float]
+
+
+def agreement(decoder: ReferenceDecoder, given: list[int], answer: Completion) -> Agreement:
+    """Compare the log-probabilities of every generated token."""
+    want = decoder.logits(given + answer.tokens[:-1])[len(given) - 1 :].log_softmax(-1)
+    assert answer.logprobs.shape == want.shape
+    assert answer.logprobs.isfinite().all()
+    square = (answer.logprobs - want).square().mean(-1)
+    chosen = want.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    return Agreement(square.mean().sqrt().item(), (want.amax(-1) - chosen).max().item(), square.sqrt().tolist())
