@@ -94,3 +94,9 @@ def test_contract(change, message):
     given |= {name: edit(given[name]) for name, edit in change.items()}
     with pytest.raises(ContractError, match=message):
         engram_lookup(**given)
+
+
+def test_upstreams_int32_row_numbers_give_the_same_rows():
+    given = OP.cases[-1].inputs(seed=9)
+    narrow = given | {"rows": given["rows"].int()}
+    assert torch.equal(engram_lookup(**given), engram_lookup(**narrow))

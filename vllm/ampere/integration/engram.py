@@ -12,7 +12,7 @@ def look_up(embedding, indices: torch.Tensor, out: torch.Tensor) -> bool:
 
     Args:
         embedding: upstream's ParallelEngramEmbedding.
-        indices: int64 [T, all hash columns], global row numbers.
+        indices: int32 or int64 [T, all hash columns], global row numbers.
         out: bfloat16 [T, columns of this rank, 256]; columns past the table's last are zeroed.
 
     Returns:
@@ -25,7 +25,7 @@ def look_up(embedding, indices: torch.Tensor, out: torch.Tensor) -> bool:
     own = indices[:, start : start + embedding.part_n_hash_cols]
     columns = own.shape[1]
     out[:, :columns] = engram_lookup(
-        table.view(torch.uint8), scales, own.long(), embedding.vocab_start_idx, embedding.vocab_end_idx
+        table.view(torch.uint8), scales, own, embedding.vocab_start_idx, embedding.vocab_end_idx
     )
     out[:, columns:].zero_()
     return True

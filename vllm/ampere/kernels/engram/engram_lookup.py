@@ -31,7 +31,7 @@ def engram_lookup(
     Args:
         table: uint8 [R, 256], E4M3 codes; row 0 is row `first_row` of the whole table.
         scales: uint8 [R, 8], UE8M0, one for 32 values.
-        rows: int64 [T, C], rows of the whole table; any value, also negative.
+        rows: int32 or int64 [T, C], rows of the whole table; any value, also negative.
         first_row: first row of this rank.
         end_row: one past its last row, at most first_row + R.
         implementation: one asked for by name; default is the best for the device.
@@ -71,7 +71,7 @@ OP = Op(
     inputs=(
         Arg("table", "R 256", (torch.uint8,), contiguous="full"),
         Arg("scales", "R 8", (torch.uint8,), contiguous="full"),
-        Arg("rows", "T C", (torch.int64,), contiguous="any"),
+        Arg("rows", "T C", (torch.int64, torch.int32), contiguous="any"),
     ),
     outputs=(Arg("embedding", "T C 256", (torch.bfloat16,)),),
     reference=engram_lookup_ref,
