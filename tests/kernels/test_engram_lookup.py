@@ -84,7 +84,7 @@ def test_table_offsets_past_2_to_the_31_bytes(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     ({"table": lambda x: x.view(torch.float8_e4m3fn)}, "table is float8_e4m3fn, must be uint8"),
-    ({"rows": lambda x: x.int()}, "rows is int32"),
+    ({"rows": lambda x: x.short()}, "rows is int16"),
     ({"scales": lambda x: x[:-1]}, "scales has 499 on axis R, must be 500"),
     ({"end_row": lambda x: x + 1}, "rows 1000 to 1501 do not fit a table of 500 rows"),
     ({"first_row": lambda x: x + 501}, "rows 1501 to 1500"),
