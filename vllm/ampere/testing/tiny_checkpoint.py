@@ -34,25 +34,25 @@ def write(path: str | os.PathLike, preset: str, seed: int = 0, **overrides) -> P
     at `path` is replaced. Two writers of one path wait for each other. The same arguments give the same bytes.
 
     Args:
-        path: folder to make; its parent must exist.
+        path: folder to make, with its parents.
         preset: a key of `tiny_config.PRESETS`.
         seed: of the weights; the tokenizer and config.json do not depend on it.
         overrides: keys of `text_config`, or attributes of `tiny_config.Recipe`.
 
     Returns:
-        `path`.
+        The absolute path.
 
     Raises:
         UsageError: no such preset or setting.
         CheckpointError: `path` is something else's, the disk is full, or the folder cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     recipe = tiny_config.resolve(preset, overrides)
     wanted = {"preset": preset, "seed": seed, "recipe": asdict(recipe), "version": _version()}
     if _is_written(path, wanted):
         return path
     _refuse_foreign(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
     try:
         with _locked(partial):
             if _is_written(path, wanted):  # another writer was first
@@ -62,9 +62,11 @@ def write(path: str | os.PathLike, preset: str, seed: int = 0, **overrides) -> P
                 _fill(partial, recipe, seed)
                 sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
                 _write_json(partial / STAMP, wanted | {"files": sizes})
+                shutil.rmtree(replaced, ignore_errors=True)
                 if path.exists():
-                    shutil.rmtree(path)
+                    path.rename(replaced)
                 partial.rename(path)
+                shutil.rmtree(replaced, ignore_errors=True)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -97,7 +99,7 @@ def _refuse_foreign(path: Path) -> None:
 def _locked(partial: Path) -> Iterator[None]:
     """Hold `partial` as an empty folder; the lock ends with the process, so a leftover is taken over."""
     while True:
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         handle = os.open(partial, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):

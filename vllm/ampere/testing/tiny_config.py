@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Mapping
 
 from ..errors import UsageError
-from ..tensor_table import engram_primes
+from ..model_spec import ModelSpec
 from .tiny_tokenizer import TINY_NOISE_TOKEN, TINY_VOCAB
 
 # Eight layers with every kind of layer of the release: window only, ratio 2 and 1, KV source, index source
@@ -56,7 +56,7 @@ _TEXT = {
     "index_head_dim": 128,
     "index_topk": 64,
     "candidate_source_layer_id": 4,
-    "candidate_topk_blocks": 32,
+    "candidate_topk_blocks": 16,
     "candidate_block_size": 8,
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
@@ -103,6 +103,7 @@ class Recipe:
             that two right implementations agree closely; at 0.2 ties flip and logits jump.
         block_gain: what attention, experts and engram add to the residual, relative to 1 / sqrt(inputs).
         drafts_agree: the Markov head predicts what the target would say if the blocks added nothing.
+        draw: which of the random checkpoints; see `PRESETS`.
     """
 
     text: Mapping[str, Any] = field(default_factory=dict)
@@ -111,6 +112,7 @@ class Recipe:
     routing_bias_std: float = 5.0
     block_gain: float = 1.2
     drafts_agree: bool = False
+    draw: int = 0
 
 
 _AGREE = {"block_gain": 0.05, "drafts_agree": True}
@@ -162,8 +164,7 @@ def build_config(recipe: Recipe, classes: int) -> dict:
         classes: the tokenizer's number of normalised classes.
     """
     text = {**_TEXT, **recipe.text, "engram_compressed_vocab_size": classes}
-    text["engram_num_embeddings"] = [sum(map(sum, orders)) for orders in engram_primes(text)]
-    return {
+    config = {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
         "dtype": "bfloat16",
@@ -181,3 +182,8 @@ def build_config(recipe: Recipe, classes: int) -> dict:
         "vision_config": dict(recipe.vision),
         "text_config": text,
     }
+    # The primes are known once the rest is read; no table is too small for this bound.
+    text["engram_num_embeddings"] = [2**40] * len(text["engram_layer_ids"])
+    primes = ModelSpec.from_config(config).engram_primes
+    text["engram_num_embeddings"] = [sum(map(sum, orders)) for orders in primes]
+    return config

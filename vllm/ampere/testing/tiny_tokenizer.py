@@ -9,6 +9,7 @@ writes. Those entries are renamed, so that each marker is one token with the id 
     129264  <｜image2｜>               becomes  <｜deepseek_image｜>   (image_token_id of config.json)
 """
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -41,17 +42,21 @@ def tiny() -> Tokenizer:
 
     Words come plain, capitalised and after a space, so that several tokens share a class.
     """
-    letter = dict(zip(range(256), _byte_letters()))
-    vocab = {token: i for i, token in enumerate((BOS, EOS, PAD, *letter.values()))}
+    letters = _byte_letters()
+    vocab = {token: i for i, token in enumerate((BOS, EOS, PAD, *letters))}
     merges = []
+
+    def merge(left: str, right: str) -> str:
+        if left + right not in vocab and len(vocab) < TINY_VOCAB - len(MARKERS):
+            vocab[left + right] = len(vocab)
+            merges.append((left, right))
+        return left + right
+
     for word in _WORDS:
-        for form in (word, f" {word}", word.capitalize(), f" {word.capitalize()}"):
-            letters = [letter[byte] for byte in form.encode()]
-            for end in range(1, len(letters)):
-                pair = ("".join(letters[:end]), letters[end])
-                if "".join(pair) not in vocab and len(vocab) < TINY_VOCAB - len(MARKERS):
-                    vocab["".join(pair)] = len(vocab)
-                    merges.append(pair)
+        for form in (word, word.capitalize()):
+            whole = functools.reduce(merge, [letters[byte] for byte in form.encode()])
+            if whole in vocab:
+                merge(letters[ord(" ")], whole)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -18,8 +18,8 @@ from .tiny_config import Recipe
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _GAIN = 1.2
-# Tiles are scaled by 1/2, 1 or 2; this keeps the gain of a whole matrix.
-_MEAN_SQUARE = (1 / 4 + 1 + 4) / 3
+_TILE_SIZES = np.array([-1, 0, 1])  # powers of two
+_TILE_VARIANCE = (4.0**_TILE_SIZES).mean()
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 # What a block adds to the residual stream comes out of these projections.
 _OUTPUTS = ("attn.wo_b.weight", ".w2.weight", "engram.wkv.weight")
@@ -52,7 +52,7 @@ class TinyWeights:
         return {name: value.to(_DTYPES[spec.dtype])}
 
     def _stream(self, name: str) -> np.random.Generator:
-        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        digest = hashlib.sha256(f"{self.recipe.draw}/{self.seed}/{name}".encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16])))
 
     def _normal(self, name: str, *shape: int) -> torch.Tensor:
@@ -72,7 +72,9 @@ class TinyWeights:
             return 0.1 * normal
         if name == "embed.weight" or len(spec.shape) == 1:
             return normal
-        return normal * (_GAIN / math.sqrt(spec.shape[-1]))
+        # Log-probabilities of unit spread: the bounds of the comparisons are in these units.
+        gain = 1.0 if name == "head.weight" else _GAIN
+        return normal * (gain / math.sqrt(spec.shape[-1]))
 
     def _agrees(self, name: str) -> bool:
         return self.recipe.drafts_agree and ".markov_head." in name
@@ -92,12 +94,12 @@ class TinyWeights:
         packed = spec.dtype == "I8"
         rows, inner = spec.shape[0], spec.shape[1] * (2 if packed else 1)
         gain = self.recipe.block_gain if spec.name.endswith(_OUTPUTS) else _GAIN
-        normal = self._normal(spec.name, rows, inner) * (gain / math.sqrt(inner * _MEAN_SQUARE))
+        normal = self._normal(spec.name, rows, inner) * (gain / math.sqrt(inner * _TILE_VARIANCE))
         high = 1 if packed else TILE
         padded = torch.nn.functional.pad(normal, (0, -inner % TILE, 0, -rows % high))
         tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, high))
         # Neighbouring tiles differ in size, so that a scale read from the wrong place shows.
-        size = self._stream(f"{spec.name}/size").integers(-1, 2, (tiles.shape[0], tiles.shape[2]))
+        size = self._stream(f"{spec.name}/size").choice(_TILE_SIZES, (tiles.shape[0], tiles.shape[2]))
         tiles = torch.ldexp(tiles, torch.from_numpy(size)[:, None, :, None])
         exponent = _exponent(tiles.abs().amax((1, 3)), E2M1_MAX if packed else E4M3_MAX)
         codes = torch.ldexp(tiles, -exponent[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :inner]
