@@ -88,10 +88,17 @@ def test_comb_is_doubly_stochastic(tokens):
     assert ((mhc_pre(**more)[1].double().sum(2) - 1).abs() < 1e-4).all()
 
 
-def test_one_sinkhorn_turn_is_softmax_then_columns():
-    given = OP.cases[2].inputs(seed=4) | {"sinkhorn_iters": 1}
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_few_sinkhorn_turns(turns):
+    """Before the iteration converges, a turn more or less shows."""
+    given = OP.cases[2].inputs(seed=4) | {"sinkhorn_iters": turns}
     assert_oracle(given, [0, 7])
     assert ((mhc_pre(**given)[1].sum(2) - 1).abs() > 1e-2).any()
+
+
+@pytest.mark.parametrize("name, eps", [("rms_eps", 0.3), ("pre_eps", 0.05), ("sinkhorn_eps", 0.02), ("norm_eps", 0.2), ("post_alpha", 3.0)])
+def test_each_number_acts_where_it_belongs(name, eps):
+    assert_oracle(OP.cases[2].inputs(seed=8) | {name: eps}, [3, 40])
 
 
 def test_the_stream_scale_cancels_and_zero_streams_stay_finite():
