@@ -75,7 +75,8 @@ def test_cases_against_sorting(op):
         if op.name == "select_topk":
             assert select_topk(**given).tolist() == [derived_topk(row, given["k"]) for row in given["scores"].tolist()]
         elif op.name == "candidate_blocks":
-            want = [derived_blocks(r, v, given["blocks"], 8) for r, v in zip(given["scores"].tolist(), given["visible"].tolist())]
+            rows = zip(given["scores"].tolist(), given["visible"].tolist())
+            want = [derived_blocks(row, visible, given["blocks"], 8) for row, visible in rows]
             assert candidate_blocks(**given).tolist() == want
         else:
             kept = mask_to_candidates(**given) == given["scores"]

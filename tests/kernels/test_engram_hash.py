@@ -40,8 +40,13 @@ def run(chunks, layer=0):
         starts.append(len(tokens))
         lookback.append([sequence[first - 1 - i] if first - 1 - i >= 0 else POISON for i in range(3)])
     return engram_hash(
-        torch.tensor(tokens, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64), torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(lookback).view(len(chunks), 3), PRIMES[layer], MULTIPLIERS[layer], PAD,
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(lookback).view(len(chunks), 3),
+        PRIMES[layer],
+        MULTIPLIERS[layer],
+        PAD,
     )
 
 

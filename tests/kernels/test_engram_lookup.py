@@ -56,7 +56,8 @@ def test_ranges_of_the_ranks_sum_to_the_whole_table():
     whole = engram_lookup(**given)
     parts = torch.zeros_like(whole)
     for first, end in ((0, 123), (123, 124), (124, 500)):
-        rank = {"table": given["table"][first:end], "scales": given["scales"][first:end], "first_row": first, "end_row": end}
+        rank = {"table": given["table"][first:end], "scales": given["scales"][first:end]}
+        rank |= {"first_row": first, "end_row": end}
         parts += engram_lookup(**given | rank)
     assert torch.equal(parts, whole) and whole.any()
 

@@ -35,8 +35,8 @@ def coefficients(x, given):
 def collapsed(given, t):
     """Input of the sublayer at token t in float64, rounded to bfloat16 where the model rounds it."""
     streams = given["streams"][t].double()
-    mix = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64) if given["pre_mix"] is None else given["pre_mix"][t].double()
-    u = (mix @ streams).bfloat16().double()
+    mix = torch.tensor([1.0, 0, 0, 0]) if given["pre_mix"] is None else given["pre_mix"][t]
+    u = (mix.double() @ streams).bfloat16().double()
     if given["norm_weight"] is None:
         return u
     return u / torch.sqrt((u @ u) / len(u) + given["norm_eps"]) * given["norm_weight"].double()
@@ -83,15 +83,24 @@ def test_comb_is_doubly_stochastic(tokens):
     post, comb, _, pre = mhc_pre(**case.inputs(seed=tokens))
     assert (comb > 0).all() and (post > 0).all() and (post < 2).all() and (pre > 1e-6).all()
     assert ((comb.double().sum(1) - 1).abs() < 3e-6).all()
-    assert ((comb.double().sum(2) - 1).abs() < 2e-2).all()
-    more = case.inputs(seed=tokens) | {"sinkhorn_iters": 200}
-    assert ((mhc_pre(**more)[1].double().sum(2) - 1).abs() < 1e-4).all()
+    assert (comb.double().sum(2) - 1).abs().mean() < 1e-3
+    more = case.inputs(seed=tokens) | {"sinkhorn_iters": 1000}
+    assert ((mhc_pre(**more)[1].double().sum(2) - 1).abs() < 3e-6).all()
 
 
-def test_one_sinkhorn_turn_is_softmax_then_columns():
-    given = OP.cases[2].inputs(seed=4) | {"sinkhorn_iters": 1}
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_few_sinkhorn_turns(turns):
+    """Before the iteration converges, a turn more or less shows."""
+    given = OP.cases[2].inputs(seed=4) | {"sinkhorn_iters": turns}
     assert_oracle(given, [0, 7])
-    assert ((mhc_pre(**given)[1].sum(2) - 1).abs() > 1e-2).any()
+    assert ((mhc_pre(**given)[1].sum(2) - 1).abs() > 1e-3).any()
+
+
+@pytest.mark.parametrize("number", [
+    {"rms_eps": 0.3}, {"pre_eps": 0.05}, {"sinkhorn_eps": 0.02}, {"norm_eps": 0.2}, {"post_alpha": 3.0},
+])
+def test_each_number_acts_where_it_belongs(number):
+    assert_oracle(OP.cases[2].inputs(seed=8) | number, [3, 40])
 
 
 def test_the_stream_scale_cancels_and_zero_streams_stay_finite():

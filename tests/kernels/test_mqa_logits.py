@@ -26,8 +26,9 @@ def test_oracle_one_element_at_a_time(case):
         start, end = int(given["starts"][i]), int(given["ends"][i])
         assert (got[i, max(end - start, 0) :] == -torch.inf).all()
         columns = range(0, end - start, 5)
-        want = [derived(given["q"][i], given["weights"][i], given["keys"][start + j], given["key_scales"][start + j]) for j in columns]
-        assert_close(got[i, list(columns)], torch.tensor(want, dtype=torch.float64), OP.tolerances["logits"], f"token {i}")
+        keys = [(given["keys"][start + j], given["key_scales"][start + j]) for j in columns]
+        want = torch.tensor([derived(given["q"][i], given["weights"][i], *key) for key in keys], dtype=torch.float64)
+        assert_close(got[i, list(columns)], want, OP.tolerances["logits"], f"token {i}")
 
 
 @pytest.mark.parametrize("case", OP.cases[1:], ids=lambda c: c.name)
@@ -58,9 +59,10 @@ def test_head_order_does_not_matter_beyond_rounding_and_key_order_moves_columns(
     given |= {"starts": torch.zeros_like(given["starts"]), "ends": torch.full_like(given["ends"], given["width"])}
     got = mqa_logits(**given)
     heads, keys = torch.randperm(8), torch.randperm(given["width"])
-    mixed = mqa_logits(**given | {"q": given["q"].view(torch.uint8)[:, heads].view(given["q"].dtype), "weights": given["weights"][:, heads]})
-    assert_close(mixed, got, OP.tolerances["logits"])
-    moved = {"keys": given["keys"].view(torch.uint8)[keys].view(given["keys"].dtype), "key_scales": given["key_scales"][keys]}
+    q, k = given["q"].view(torch.uint8), given["keys"].view(torch.uint8)
+    mixed = {"q": q[:, heads].view(torch.float8_e4m3fn), "weights": given["weights"][:, heads]}
+    assert_close(mqa_logits(**given | mixed), got, OP.tolerances["logits"])
+    moved = {"keys": k[keys].view(torch.float8_e4m3fn), "key_scales": given["key_scales"][keys]}
     assert torch.equal(mqa_logits(**given | moved), got[:, keys])
 
 

@@ -97,7 +97,8 @@ def test_same_bits_twice_alone_or_in_a_batch():
 
 def test_a_token_that_sees_nothing_reads_no_table_row():
     given = OP.cases[2].inputs(seed=4)
-    given |= {"visible": torch.tensor([0, -1, 0, -7, 0, 0], dtype=torch.int32), "request": torch.full((6,), 999, dtype=torch.int32)}
+    given["visible"] = torch.tensor([0, -1, 0, -7, 0, 0], dtype=torch.int32)
+    given["request"] = torch.full((6,), 999, dtype=torch.int32)
     assert (paged_mqa_logits(**given) == -torch.inf).all()
 
 

@@ -43,12 +43,15 @@ def test_largest_value_uses_the_upper_half_of_the_codes():
     assert (largest <= 448).all() and (largest >= 224 * (1 - 2**-4)).all()
 
 
-@pytest.mark.parametrize("amax, scale", [(448.0, 1.0), (450.0, 2.0), (896.0, 2.0), (224.0, 0.5), (0.0, 2.0**-22), (1e-30, 2.0**-22)])
+@pytest.mark.parametrize("amax, scale", [
+    (448.0, 1.0), (450.0, 2.0), (896.0, 2.0), (224.0, 0.5), (0.0, 2.0**-22), (1e-30, 2.0**-22),
+])
 def test_scale_at_powers_of_two_and_at_the_floor(amax, scale):
     q = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
     q[0, 0, 3] = amax
     one = torch.ones(1, 1, dtype=torch.bfloat16)
-    codes, weights = query_rope_quant(q, torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0] * 32 + [0.0] * 32]), one, 1.0, 1.0)
+    position, no_turn = torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0] * 32 + [0.0] * 32])
+    codes, weights = query_rope_quant(q, position, no_turn, one, 1.0, 1.0)
     assert weights.item() == scale
     assert codes[0, 0, 3].float() * scale == pytest.approx(q[0, 0, 3].float().item(), rel=2**-4, abs=scale * 2**-10)
 
@@ -60,7 +63,8 @@ def test_folding_the_scale_equals_scaling_the_query():
     scale = weights.double() / (given["weights"].double() * given["softmax_scale"] * given["head_scale"])
     key = torch.randn(128, dtype=torch.float64)
     folded = weights.double() * torch.relu(codes.double() @ key)
-    plain = given["weights"].double() * torch.relu(codes.double() * scale[..., None] @ key) * given["softmax_scale"] * given["head_scale"]
+    plain = given["weights"].double() * torch.relu(codes.double() * scale[..., None] @ key)
+    plain *= given["softmax_scale"] * given["head_scale"]
     assert torch.allclose(folded, plain, rtol=1e-6, atol=1e-9)
 
 

@@ -95,13 +95,16 @@ def engram_hash(
     Source: model_spec section 8; replaces `NgramHashState.forward` on the V2 runner, after its token map.
     """
     axes = OP.check(
-        tokens=tokens, positions=positions, query_start=query_start, lookback=lookback, primes=primes, multipliers=multipliers
+        tokens=tokens, positions=positions, query_start=query_start, lookback=lookback,
+        primes=primes, multipliers=multipliers,
     )
     if axes["Q"] != axes["R"] + 1:
         raise ContractError(f"engram_hash: {axes['Q']} query starts for {axes['R']} requests")
     if axes["T"] and not axes["R"]:
         raise ContractError(f"engram_hash: {axes['T']} tokens of no request")
-    return OP.choose(tokens.device, implementation)(tokens, positions, query_start, lookback, primes, multipliers, pad_id)
+    return OP.choose(tokens.device, implementation)(
+        tokens, positions, query_start, lookback, primes, multipliers, pad_id
+    )
 
 
 def _inputs(sizes, generator, device):

@@ -53,12 +53,13 @@ def engram_lookup(
 
 def _inputs(sizes, generator, device):
     count, first = sizes["R"], 1000
+    low, high = first - count // 2, first + count + count // 2
     codes = integers(generator, 0, 256, count, ENGRAM_DIM)
     codes = torch.where(codes % 128 == 127, 0, codes)
     return {
         "table": codes.to(device=device, dtype=torch.uint8),
         "scales": integers(generator, 110, 135, count, ENGRAM_SCALES, dtype=torch.uint8, device=device),
-        "rows": integers(generator, first - count // 2, first + count + count // 2, sizes["T"], sizes["C"], device=device),
+        "rows": integers(generator, low, high, sizes["T"], sizes["C"], device=device),
         "first_row": first,
         "end_row": first + count,
     }
@@ -76,7 +77,10 @@ OP = Op(
     outputs=(Arg("embedding", "T C 256", (torch.bfloat16,)),),
     reference=engram_lookup_ref,
     tolerances={"embedding": EXACT},
-    cases=tuple(Case(f"t{t}_c{c}_r{r}", {"T": t, "C": c, "R": r}, _inputs) for t, c, r in ((0, 24, 50), (1, 24, 500), (67, 3, 999))),
+    cases=tuple(
+        Case(f"t{t}_c{c}_r{r}", {"T": t, "C": c, "R": r}, _inputs)
+        for t, c, r in ((0, 24, 50), (1, 24, 500), (67, 3, 999))
+    ),
     bytes_moved=lambda s: s["T"] * s["C"] * (8 + 264 + 512),
     flops=lambda s: s["T"] * s["C"] * ENGRAM_DIM,
     replaces="vllm.models.deepseek_v41.common.engram._engram_lookup_kernel",

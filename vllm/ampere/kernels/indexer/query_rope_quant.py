@@ -74,7 +74,9 @@ OP = Op(
     outputs=(Arg("codes", "T N 128", (torch.float8_e4m3fn,)), Arg("weights", "T N", (torch.float32,))),
     reference=query_rope_quant_ref,
     tolerances={"codes": Tolerance(2e-3, 0.3), "weights": Tolerance(1e-6, 1e-5)},
-    cases=tuple(Case(f"t{t}_n{n}", {"T": t, "N": n, "M": 4096}, _inputs) for t, n in ((0, 8), (1, 32), (6, 32), (129, 8))),
+    cases=tuple(
+        Case(f"t{t}_n{n}", {"T": t, "N": n, "M": 4096}, _inputs) for t, n in ((0, 8), (1, 32), (6, 32), (129, 8))
+    ),
     bytes_moved=lambda s: s["T"] * (s["N"] * (128 * 3 + 2 + 4) + 8 + 256),
     flops=lambda s: s["T"] * s["N"] * (32 * 6 + 128 * 3),
     replaces="vllm.models.deepseek_v41.common.ops.fused_indexer_q_rope_quant",

@@ -58,7 +58,8 @@ def mhc_post_pre(
     Source: model_spec section 4; replaces `mhc_shifted_post_pre` (its own order: numbers before pre_mix).
     """
     axes = OP.check(
-        y=y, streams=streams, post=post, comb=comb, fn=fn, scale=scale, base=base, pre_mix=pre_mix, norm_weight=norm_weight
+        y=y, streams=streams, post=post, comb=comb,
+        fn=fn, scale=scale, base=base, pre_mix=pre_mix, norm_weight=norm_weight,
     )
     if axes["F"] != 4 * axes["D"]:
         raise ContractError(f"mhc_post_pre: fn has {axes['F']} columns, must have {4 * axes['D']}")

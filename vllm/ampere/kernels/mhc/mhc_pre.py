@@ -97,10 +97,11 @@ def _inputs(sizes, generator, device):
     tokens, dim = sizes["T"], sizes["D"]
     x = normal(generator, tokens, dim, device=device) if sizes["first"] else None
     streams = normal(generator, tokens, 4, dim, device=device)
+    pre_mix = normal(generator, tokens, 4, dtype=torch.float32, device=device).sigmoid()
     return {
         "streams": streams if x is None else x.unsqueeze(1).repeat(1, 4, 1),
         **mix_parameters(generator, 4 * dim if x is None else dim, device),
-        "pre_mix": None if sizes["first"] else normal(generator, tokens, 4, dtype=torch.float32, device=device).sigmoid(),
+        "pre_mix": None if sizes["first"] else pre_mix,
         "norm_weight": normal(generator, dim, device=device),
         "x": x,
     }

@@ -45,7 +45,7 @@ def route(
     and valid, distinct ids.
     Graph safety: allocates its results, does not synchronise, depends on no host value.
     Raises: ContractError on a wrong dtype, shape, stride or device, k out of range, or half of the image pair.
-    Source: model_spec section 6; replaces `topk_softplus_sqrt`.
+    Source: model_spec section 6; replaces `vllm_topk_softplus_sqrt`.
     """
     axes = OP.check(logits=logits, bias=bias, image_bias=image_bias, image_mask=image_mask)
     if not 1 <= k <= axes["E"]:
@@ -85,10 +85,16 @@ OP = Op(
     tolerances={"weights": Tolerance(1e-5, 1e-4), "ids": EXACT},
     cases=tuple(
         Case(f"t{t}_e{e}_k{k}{'_image' if image else ''}", {"T": t, "E": e, "K": k, "image": image}, _inputs)
-        for t, e, k, image in ((0, 16, 2, False), (1, 384, 6, False), (65, 384, 6, True), (33, 128, 3, False), (7, 16, 16, True))
+        for t, e, k, image in (
+            (0, 16, 2, False),
+            (1, 384, 6, False),
+            (65, 384, 6, True),
+            (33, 128, 3, False),
+            (7, 16, 16, True),
+        )
     ),
     bytes_moved=lambda s: s["T"] * (s["E"] * 4 + s["K"] * 8) + s["E"] * 4,
     flops=lambda s: s["T"] * s["E"] * 8,
-    replaces="vllm._custom_ops.topk_softplus_sqrt",
+    replaces="vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router.vllm_topk_softplus_sqrt",
     source="6",
 )
