@@ -10,6 +10,8 @@ from tests.repo.checkout import OVERLAY, ROOT, imported, modules, tree
 
 # Run before anything is installed.
 SCRIPTS = ("environment.py", "demo.py")
+# Variables that programs of every kind honour.
+CONVENTIONS = ("NO_COLOR", "XDG_CACHE_HOME")
 # What the console command imports before it knows what is asked of it.
 LIGHT = ("errors", "envs", "cli.main")
 
@@ -81,4 +83,4 @@ def test_our_variables_carry_our_prefix():
         for node in ast.walk(tree(OVERLAY.relative_to(ROOT) / "envs.py"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.environ.get"
     ]
-    assert reads and all(name.startswith("VLLM_AMPERE_") for name in reads), reads
+    assert reads and all(name.startswith("VLLM_AMPERE_") or name in CONVENTIONS for name in reads), reads
