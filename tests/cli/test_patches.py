@@ -109,7 +109,7 @@ def test_export(site, tmp_path):
 def test_refresh_is_for_checkouts(site):
     site.vllm()
     ran = site.run("patches", "refresh", str(site.root))
-    assert ran.status == 1 and "is not yours to change" in ran.err
+    assert ran.status == 1 and "an installed series is not to be changed" in ran.err
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def index(site, tmp_path):
         (source / name).write_text("")
     with tarfile.open(sdist, "w:gz") as archive:
         archive.add(source, "vllm-0.33.0")
-    lines = ["[vllm]", 'version = "0.33.0"']
+    lines = ["[cpu]", 'python = ["3.11", "3.12"]', "[vllm]", 'version = "0.33.0"']
     for kind, path in (("wheel", wheel), ("sdist", sdist)):
         lines += [f'{kind} = "{path.name}"', f'{kind}_sha256 = "{hashlib.sha256(path.read_bytes()).hexdigest()}"']
     (site.root / "vllm/ampere/_shipped/upstream.toml").write_text("\n".join(lines) + "\n")

@@ -79,7 +79,7 @@ def test_a_partly_applied_tree_goes_either_way(root, example):
     (lambda r: (r / "vllm/extra/deep").mkdir(parents=True, exist_ok=True) or (r / "vllm/extra/deep/hook.py").write_bytes(b"theirs\n"),
      "vllm/extra/deep/hook.py is neither", "bring the original back"),
     (lambda r: (r / "vllm/_version.py").write_text("__version__ = version = '0.32.0'\n") and (r / "vllm/model.py").write_bytes(b""),
-     "holds vLLM 0.32.0; the patches are for 0.33.0", "pip install vllm==0.33.0"),
+     r"holds vLLM 0\.32\.0; the patches are for 0\.33\.0", "pip install vllm==0.33.0"),
     (lambda r: (r / "vllm/model.py").unlink() or (r / "vllm/model.py").mkdir(), "cannot read .*model.py: Is a directory", "owner"),
 ])
 @pytest.mark.parametrize("action", [apply, revert])

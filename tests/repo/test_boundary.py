@@ -10,12 +10,17 @@ from tests.repo.checkout import OVERLAY, ROOT, imported, modules, tree
 
 # Run before anything is installed.
 SCRIPTS = ("environment.py", "demo.py")
+<<<<<<< HEAD
 # Variables that are not ours, and a command whose business they are.
 FOREIGN_READS = {
     "cli/console.py": "NO_COLOR, which every terminal program honours",
     "cli/env.py": "prints the variables that a bug report needs",
     "upstream.py": "XDG_CACHE_HOME, where an installed package keeps what it fetched",
 }
+=======
+# Variables that programs of every kind honour.
+CONVENTIONS = ("NO_COLOR", "XDG_CACHE_HOME")
+>>>>>>> patch
 # What the console command imports before it knows what is asked of it.
 LIGHT = ("errors", "envs", "cli.main")
 
@@ -87,4 +92,4 @@ def test_our_variables_carry_our_prefix():
         for node in ast.walk(tree(OVERLAY.relative_to(ROOT) / "envs.py"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.environ.get"
     ]
-    assert reads and all(name.startswith("VLLM_AMPERE_") for name in reads), reads
+    assert reads and all(name.startswith("VLLM_AMPERE_") or name in CONVENTIONS for name in reads), reads

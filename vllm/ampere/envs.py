@@ -2,6 +2,7 @@
 """Every environment variable that this package reads, in one table."""
 
 import os
+from pathlib import Path
 
 
 def kernels() -> dict[str, str]:
@@ -31,3 +32,13 @@ def trace_path() -> str:
 def traceback() -> bool:
     """`VLLM_AMPERE_TRACEBACK`: "1" makes the command line show the traceback of a fault of ours."""
     return os.environ.get("VLLM_AMPERE_TRACEBACK", "") == "1"
+
+
+def colour() -> bool:
+    """`NO_COLOR`, everybody's convention: set to anything, output has no colour, on terminals too."""
+    return not os.environ.get("NO_COLOR")
+
+
+def cache_home() -> Path:
+    """`XDG_CACHE_HOME`, everybody's convention: the user's cache folder, `~/.cache` if it is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -15,12 +15,22 @@ import zipfile
 from pathlib import Path
 from typing import Callable
 
+from . import envs
 from .errors import AmpereError, UsageError
 
 _HERE = Path(__file__).resolve().parent
 _CHECKOUT = _HERE.parents[1]
 # What the build of the source archive's metadata imports; without it pip discards the archive.
-_SDIST_TOOLS = ("setuptools==80.9.0", "setuptools-scm", "setuptools-rust", "wheel", "packaging", "jinja2", "ninja", "cmake")
+_SDIST_TOOLS = (
+    "cmake",
+    "jinja2",
+    "ninja",
+    "packaging",
+    "setuptools-rust",
+    "setuptools-scm",
+    "setuptools==80.9.0",
+    "wheel",
+)
 Log = Callable[[str], None]
 
 
@@ -41,7 +51,7 @@ def series_dir() -> Path:
 
 @functools.cache
 def pins() -> dict:
-    """The tables of upstream.toml."""
+    """The tables of `upstream.toml`."""
     try:
         return tomllib.loads(project_path("upstream.toml").read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -54,10 +64,8 @@ def version() -> str:
 
 
 def cache_dir() -> Path:
-    """Where fetched archives are kept: `.cache` of the checkout, else the user's cache."""
-    if in_checkout():
-        return _CHECKOUT / ".cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ampere"
+    """Where fetched archives are kept: `.cache/wheels` of the checkout, else the user's cache."""
+    return _CHECKOUT / ".cache" / "wheels" if in_checkout() else envs.cache_home() / "vllm-ampere"
 
 
 def fetch(folder: Path, sdist: bool, log: Log) -> bool:
@@ -117,23 +125,26 @@ def _archive(kind: str, log: Log) -> Path:
             _download(kind, f"vllm=={pin['version']} --hash=sha256:{digest}\n", Path(partial), log)
             downloaded = Path(partial) / "archives" / name
             if not downloaded.is_file() or _sha256(downloaded) != digest:
-                raise AmpereError(f"pip brought another file than {name}", "look at pip's index and find-links settings")
+                raise AmpereError(f"pip brought another file than {name}", "look at pip's index settings")
             downloaded.replace(path)
     except OSError as error:
-        raise AmpereError(f"cannot write {path}: {error.strerror or error}", "make room, or set XDG_CACHE_HOME") from error
+        why = error.strerror or error
+        raise AmpereError(f"cannot write {path}: {why}", "make room, or set XDG_CACHE_HOME") from error
     return path
 
 
 def _download(kind: str, requirement: str, folder: Path, log: Log) -> None:
     """Let pip put one archive, checked against its hash, into `folder`/archives."""
-    (folder / "requirement.txt").write_text(requirement)
-    download = ["download", "--no-deps", "--require-hashes", "-r", folder / "requirement.txt", "-d", folder / "archives"]
+    source, target = folder / "requirement.txt", folder / "archives"
+    download = ["download", "--no-deps", "--require-hashes", "-r", source, "-d", target]
+    source.write_text(requirement)
     if kind == "wheel":
         if importlib.util.find_spec("pip") is None:
             raise AmpereError(f"{sys.executable} has no pip", f"run `{sys.executable} -m ensurepip`")
         # Named, so that a machine which could not run the wheel can still read it.
-        target = ["--platform", "manylinux_2_28_x86_64", "--implementation", "cp", "--abi", "abi3", "--python-version", "3.12"]
-        _pip(sys.executable, [*download, "--only-binary=:all:", *target], "pip could not bring the pinned wheel")
+        python = pins()["cpu"]["python"][-1]
+        machine = ["--platform", "manylinux_2_28_x86_64", "--abi", "abi3", "--python-version", python]
+        _pip(sys.executable, [*download, "--only-binary=:all:", *machine], "pip could not bring the pinned wheel")
         return
     log("preparing a temporary environment for the source archive's metadata (PyTorch included)")
     venv.create(folder / "venv", with_pip=True)

@@ -2,10 +2,10 @@
 """Everything that a command prints: data to stdout; progress, warnings, errors and hints to stderr."""
 
 import json
-import os
 import sys
 from typing import Any, Mapping, Sequence
 
+from .. import envs
 from ..errors import AmpereError
 
 _COLOURS = {"error": "31", "warning": "33", "hint": "36"}
@@ -65,7 +65,7 @@ class Console:
             self.hint(error.hint)
 
     def _labelled(self, label: str, message: str) -> None:
-        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        if sys.stderr.isatty() and envs.colour():
             label = f"\033[{_COLOURS[label]}m{label}\033[0m"
         self._stderr(f"{label}: {' '.join(message.split())}")
 

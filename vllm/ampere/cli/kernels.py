@@ -108,4 +108,5 @@ def _runs(op: "Op") -> list[dict]:
         {"implementation": i.name, "architectures": list(i.architectures), "here": i.requires() or "importable"}
         for i in op.implementations
     ]
-    return [*runs, {"implementation": "reference", "architectures": ["cpu"], "here": "importable; on a GPU only by name"}]
+    reference = {"implementation": "reference", "architectures": ["cpu"], "here": "importable; on a GPU only by name"}
+    return [*runs, reference]

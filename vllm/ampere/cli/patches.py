@@ -10,7 +10,7 @@ from ..errors import AmpereError
 from ..patching import series, tree
 from .console import Console
 
-_TREE_HELP = "folder that holds vllm/: an unzipped wheel, a source archive, a git checkout (default: the installed vLLM)"
+_TREE_HELP = "folder that holds vllm/: unzipped wheel, source archive, git checkout (default: the installed vLLM)"
 
 
 def register(commands) -> None:
@@ -38,8 +38,8 @@ def register(commands) -> None:
     action.set_defaults(run=_export)
 
     action = actions.add_parser("fetch", help="bring the pinned vLLM by hash, with pip alone")
-    action.add_argument("folder", nargs="?", metavar="DIR", help="where to unpack it (default: vllm-VERSION below here)")
-    action.add_argument("--sdist", action="store_true", help="the source archive, with csrc and tests, instead of the wheel")
+    action.add_argument("folder", nargs="?", metavar="DIR", help="where to unpack it (default: ./vllm-VERSION)")
+    action.add_argument("--sdist", action="store_true", help="the source archive, with csrc and tests, not the wheel")
     action.set_defaults(run=_fetch)
 
     action = actions.add_parser("refresh", help="for maintainers: regenerate hashes.json and README.md of the series")
@@ -65,7 +65,8 @@ def _status(arguments: Namespace, console: Console) -> int:
     if console.format == "json":
         console.document({"tree": str(root), "vllm": patches.version, "state": state, "files": rows})
     else:
-        console.table([row | {"patches": [n.partition("-")[0] for n in row["patches"]]} for row in rows], ("file", "state", "patches"))
+        numbered = [row | {"patches": [name.partition("-")[0] for name in row["patches"]]} for row in rows]
+        console.table(numbered, ("file", "state", "patches"))
         console.text(f"{state}: {len(patches.patches)} patches, {root}")
     if state == "interrupted":
         console.hint("an earlier run was killed: `patches apply` and `patches revert` roll it back before they start")
@@ -129,7 +130,7 @@ def _fetch(arguments: Namespace, console: Console) -> int:
 
 def _refresh(arguments: Namespace, console: Console) -> int:
     if not upstream.in_checkout():
-        raise AmpereError("the series of an installed package is not yours to change", "run this in a checkout of vllm-ampere")
+        raise AmpereError("an installed series is not to be changed", "run this in a checkout of vllm-ampere")
     count = tree.refresh(tree.locate(arguments.tree), upstream.series_dir(), upstream.version())
     console.text(f"refreshed {upstream.series_dir()}: {count} patches")
     return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import vllm
 from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
 
-from .. import upstream
+from .. import checkpoint, upstream
 from ..errors import PatchError
 from ..patching import series, tree
 from . import gate
@@ -23,8 +23,6 @@ class AmpereDeepseekV41Config(DeepseekV4ForCausalLMConfig):
         if gate.architecture() is None:
             return
         require_patched(Path(vllm.__file__).parents[1])
-        from .. import checkpoint
-
         # Anything that is not a path here is a hub name, which vLLM fetches later.
         if Path(model_config.model).exists():
             checkpoint.inspect(model_config.model)

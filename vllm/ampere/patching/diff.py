@@ -46,6 +46,11 @@ class Hunk:
         """Index at which the old side stands by its own account."""
         return max(self.old_start - 1, 0)
 
+    def reversed(self) -> "Hunk":
+        """The hunk that undoes this one."""
+        removed = self.added + len(self.old) - len(self.new)
+        return Hunk(self.new_start, self.old_start, self.new, self.old, removed)
+
 
 @dataclass(frozen=True)
 class FileDiff:
@@ -66,8 +71,7 @@ class FileDiff:
     def reversed(self) -> "FileDiff":
         """The diff that undoes this one."""
         kind = {"edit": "edit", "create": "delete", "delete": "create"}[self.kind]
-        hunks = tuple(Hunk(h.new_start, h.old_start, h.new, h.old, len(h.old) - (len(h.new) - h.added)) for h in self.hunks)
-        return FileDiff(self.path, kind, self.mode, hunks)
+        return FileDiff(self.path, kind, self.mode, tuple(hunk.reversed() for hunk in self.hunks))
 
     def apply(self, content: bytes | None) -> bytes | None:
         """The file after this diff; None stands for no file, before and after.

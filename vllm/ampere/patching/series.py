@@ -216,7 +216,8 @@ def problems(directory: Path) -> list[str]:
     """
     names = listed(directory)
     found = [f"{name} is listed {count} times" for name, count in Counter(names).items() if count > 1]
-    found += [f"{path.name} is not listed in series" for path in sorted(directory.glob("*.patch")) if path.name not in names]
+    unused = {path.name for path in directory.glob("*.patch")} - set(names)
+    found += [f"{name} is not listed in series" for name in sorted(unused)]
     numbers = [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
     if any(number % 10 for number in numbers) or numbers != sorted(set(numbers)):
         found.append("numbers must rise in steps of ten")

@@ -91,7 +91,8 @@ def replace_files(root: Path, writes: Mapping[str, Write]) -> None:
     try:
         entries = [_stage(root, journal, index, path, write) for index, (path, write) in enumerate(writes.items())]
         made = [str(folder.relative_to(root)) for folder in _missing_folders(root, writes)]
-        _write_flushed(journal / "list.partial", json.dumps({"files": [asdict(e) for e in entries], "folders": made}).encode())
+        listed = {"files": [asdict(entry) for entry in entries], "folders": made}
+        _write_flushed(journal / "list.partial", json.dumps(listed).encode())
         os.replace(journal / "list.partial", journal / _LIST)
         _flush_folder(journal)
         for index, entry in enumerate(entries):
@@ -149,10 +150,8 @@ def _roll_back(target: Path, entry: _Entry, original: Path) -> None:
     if now == entry.old:
         return
     if now != entry.new:
-        raise PatchError(
-            f"{target} was changed after an interrupted run",
-            f"copy {original} over it, then run the command again" if entry.old else "delete it, then run the command again",
-        )
+        mend = f"copy {original} over it" if entry.old else "delete it"
+        raise PatchError(f"{target} was changed after an interrupted run", f"{mend}, then run the command again")
     _put(target, original if entry.old else None)
 
 

@@ -17,9 +17,10 @@ from ..errors import PatchError, UsageError
 from . import diff, series, transaction
 from .series import Pair, Series, sha256
 
+_PACKAGE = "vllm"
 OVERLAY = Path(__file__).resolve().parents[1]
 # Copies for an installed package; a tree that carries the overlay does not need them.
-_NOT_EXPORTED = ("__pycache__", "_shipped")
+_NOT_EXPORTED = {"__pycache__", "_shipped"}
 
 ORIGINAL, PATCHED, CHANGED, MISSING = "original", "patched", "changed", "missing"
 
@@ -73,7 +74,7 @@ def locate(given: str | Path | None) -> Path:
 def _installed() -> Path:
     # Not importlib.util.find_spec: it answers from sys.modules, where the console script puts a stand-in.
     for finder in sys.meta_path:
-        spec = finder.find_spec("vllm", None)
+        spec = finder.find_spec(_PACKAGE, None)
         if spec and spec.origin:
             return Path(spec.origin).parent.parent
     raise PatchError(
@@ -117,8 +118,8 @@ def overlay_changes() -> list[Change]:
         mode = 0o755 if file.stat().st_mode & 0o100 else 0o644
         return Change(path, Pair(None, sha256(content)), mode, (), lambda _: content, lambda _: None)
 
-    files = (f for f in OVERLAY.rglob("*") if f.is_file() and not set(_NOT_EXPORTED) & set(f.relative_to(OVERLAY).parts))
-    return [change(file) for file in sorted(files)]
+    files = sorted(file for file in OVERLAY.rglob("*") if file.is_file())
+    return [change(file) for file in files if not _NOT_EXPORTED & set(file.relative_to(OVERLAY).parts)]
 
 
 def survey(root: Path, changes: list[Change]) -> list[FileState]:
@@ -130,7 +131,8 @@ def survey(root: Path, changes: list[Change]) -> list[FileState]:
         except FileNotFoundError:
             content = None
         except OSError as error:
-            raise PatchError(f"cannot read {root / change.path}: {error.strerror}", "look at its owner and mode") from error
+            what = f"cannot read {root / change.path}: {error.strerror}"
+            raise PatchError(what, "look at its owner and mode") from error
         digest = sha256(content)
         if digest == change.pair.before:
             state = ORIGINAL
@@ -163,14 +165,13 @@ def refusal(root: Path, states: list[FileState], version: str) -> PatchError | N
     if found and found.partition("+")[0] != version:
         return PatchError(f"{root} holds vLLM {found}; the patches are for {version}", f"pip install vllm=={version}")
     path = wrong[0].change.path
-    what = f"{path} is missing" if wrong[0].state == MISSING else f"{path} is neither vLLM {version}'s nor the patched one"
+    what = "is missing" if wrong[0].state == MISSING else f"is neither vLLM {version}'s nor the patched one"
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     if not wrong[0].change.patches:
-        return PatchError(f"{root}: {what}{more}", f"another overlay is there: remove {root / 'vllm' / 'ampere'} first")
-    return PatchError(
-        f"{root}: {what}{more}",
-        f"bring the original back (pip install --force-reinstall --no-deps vllm=={version}, or git checkout), then try again",
-    )
+        hint = f"another overlay is there: remove {root / 'vllm' / 'ampere'} first"
+    else:
+        hint = f"bring the original back (pip install --force-reinstall --no-deps vllm=={version}, or git checkout)"
+    return PatchError(f"{root}: {path} {what}{more}", hint)
 
 
 def apply(root: Path, changes: list[Change], version: str) -> tuple[list[str], bool]:
@@ -209,7 +210,8 @@ def _move(
                 transaction.replace_files(root, writes)
             return list(writes), recovered
     except OSError as error:
-        raise PatchError(f"cannot write to {root}, left as it was: {error.strerror or error}", _write_hint(error)) from error
+        why = error.strerror or error
+        raise PatchError(f"cannot write to {root}, left as it was: {why}", _write_hint(error)) from error
 
 
 def _write_hint(error: OSError) -> str:
@@ -278,7 +280,8 @@ def refresh(root: Path, directory: Path, version: str) -> int:
         PatchError: the series breaks a rule, or does not fit the tree; nothing is written.
     """
     if found := series.problems(directory):
-        raise PatchError(f"{found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""), "mend the patch, then refresh")
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise PatchError(f"{found[0]}{more}", "mend the patch, then refresh")
     patches = series.read_patches(directory)
     hashes = compute_hashes(root, patches)
     (directory / series.HASHES).write_text(series.render_hashes(version, hashes))
