@@ -10,17 +10,8 @@ from tests.repo.checkout import OVERLAY, ROOT, imported, modules, tree
 
 # Run before anything is installed.
 SCRIPTS = ("environment.py", "demo.py")
-<<<<<<< HEAD
-# Variables that are not ours, and a command whose business they are.
-FOREIGN_READS = {
-    "cli/console.py": "NO_COLOR, which every terminal program honours",
-    "cli/env.py": "prints the variables that a bug report needs",
-    "upstream.py": "XDG_CACHE_HOME, where an installed package keeps what it fetched",
-}
-=======
 # Variables that programs of every kind honour.
 CONVENTIONS = ("NO_COLOR", "XDG_CACHE_HOME")
->>>>>>> patch
 # What the console command imports before it knows what is asked of it.
 LIGHT = ("errors", "envs", "cli.main")
 
@@ -68,7 +59,7 @@ def test_console_starts_without_torch_and_without_running_vllm(module):
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_environment_variables_are_read_in_one_module(path):
     """Elsewhere `os.environ` is only handed to a child process, whole, or written to."""
-    if path.name == "envs.py" or str(path.relative_to("vllm/ampere")) in FOREIGN_READS:
+    if path.name == "envs.py":
         return
     reads = []
     parents = {child: node for node in ast.walk(tree(path)) for child in ast.iter_child_nodes(node)}

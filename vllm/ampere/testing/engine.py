@@ -46,8 +46,9 @@ OPTIONS = {
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment with `ENVIRONMENT` and then `extra` on top; its Python comes first on PATH."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**os.environ, **ENVIRONMENT, "PATH": path, **extra}
+    ours = dict(os.environ)
+    path = os.pathsep.join([str(Path(sys.executable).parent), ours.get("PATH", "")])
+    return {**ours, **ENVIRONMENT, "PATH": path, **extra}
 
 
 def arguments(options: Mapping) -> list[str]:
