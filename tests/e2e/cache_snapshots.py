@@ -5,7 +5,8 @@
 
 The file is a list, one entry a step, of {request number: Snapshot as a dict}:
     tokens: generated so far; computed: tokens whose cache rows stand (rejected drafts excluded);
-    rows: cache name -> uint8 [rows, row bytes], oldest first: the window's, all compressed ones, the last ring row.
+    rows: cache name -> uint8 [rows, row bytes], oldest first: the window's, all compressed ones, the last ring row;
+    rejected: with drafts, window cache name -> uint8 [row bytes] of the row after those.
 
 Matrix products run in float64 here. A product in bfloat16 or float32 rounds a row differently in a batch of one and
 of six, so plain and speculative decoding could not be compared byte for byte; with 29 bits to spare they can.
@@ -56,31 +57,38 @@ def page_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return flat[page[:, None], torch.cat([data, scale], 1)]
 
 
-def request_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
-    """Rows of every target cache of the request at `index` of the runner's state."""
+def target_caches(runner):
+    """Name, specification, cache tensor and block table of every cache that the target model owns."""
     layers = runner.vllm_config.compilation_config.static_forward_context
-    rows = {}
     for group, table in zip(runner.kv_cache_config.kv_cache_groups, runner.block_tables.block_tables):
         for name in group.layer_names:
             spec = group.kv_cache_spec
             spec = getattr(spec, "kv_cache_specs", {name: spec})[name]
-            if getattr(spec, "is_draft", False):
-                continue
-            cache = layers[name].kv_cache
-            ratio = spec.tokens_per_state
-            window = getattr(spec, "sliding_window", None)
-            if cache.dtype == torch.float32:
-                first, page_tokens, last = computed - 1, spec.block_size, computed
-                numbers = torch.arange(first, last)
-                pages = torch.zeros_like(numbers)
-            else:
-                first = max(0, computed - window) if window else 0
-                numbers = torch.arange(first, computed // ratio)
-                page_tokens = cache.shape[1]
-                pages = numbers // page_tokens
-            slots = table.gpu[index][pages].long() * page_tokens + numbers % page_tokens
-            rows[name] = page_rows(cache, slots).clone()
+            if not getattr(spec, "is_draft", False):
+                yield name, spec, layers[name].kv_cache, table.gpu
+
+
+def request_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
+    """Rows of every target cache of the request at `index` of the runner's state, of its first `computed` tokens."""
+    rows = {}
+    for name, spec, cache, table in target_caches(runner):
+        numbers = torch.arange(computed // spec.tokens_per_state)
+        pages = numbers // cache.shape[1]
+        if cache.dtype == torch.float32:  # the ring has one page, and its last row is what the next token pairs with
+            numbers, pages = numbers[-1:], 0 * pages[-1:]
+        elif (window := getattr(spec, "sliding_window", None)) is not None:
+            numbers, pages = numbers[-window:], pages[-window:]
+        rows[name] = page_rows(cache, table[index][pages].long() * cache.shape[1] + numbers % cache.shape[1])
     return rows
+
+
+def rejected_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
+    """The row of token number `computed` in every window cache: a rejected draft's, if the last step rejected one."""
+    windows = [(n, c, t) for n, spec, c, t in target_caches(runner) if getattr(spec, "sliding_window", None)]
+    return {
+        name: page_rows(cache, table[index][[computed // cache.shape[1]]].long() * cache.shape[1] + computed % cache.shape[1])[0]
+        for name, cache, table in windows
+    }
 
 
 def main(job: dict) -> None:
@@ -97,12 +105,13 @@ def main(job: dict) -> None:
         while engine.has_unfinished_requests():
             seen = {}
             for output in engine.step():
-                internal = next((key for key in runner.req_states.req_id_to_index if key.split("-")[0] == output.request_id))
-                index = runner.req_states.req_id_to_index[internal]
+                # The engine appends a random part to the name of a request.
+                (index,) = (i for key, i in runner.req_states.req_id_to_index.items() if key.split("-")[0] == output.request_id)
                 computed = int(runner.req_states.num_computed_tokens.gpu[index])
                 seen[int(output.request_id)] = {
                     "tokens": list(output.outputs[0].token_ids), "computed": computed,
                     "rows": request_rows(runner, index, computed),
+                    "rejected": rejected_rows(runner, index, computed) if "speculative_config" in job["options"] else {},
                 }
             steps.append(seen)
     torch.save(steps, job["output"])

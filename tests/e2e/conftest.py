@@ -8,7 +8,7 @@ compare two configurations start neither again if both were measured before.
 import json
 import time
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,11 @@ from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.testing import tiny_checkpoint
 from vllm.ampere.testing.engine import Completion, Server
 from vllm.ampere.testing.reference_decoder import ReferenceDecoder
-from vllm.ampere.testing.reference_rounding import ENGINE, Rounding
+from vllm.ampere.testing.reference_rounding import ENGINE
 from vllm.ampere.testing.reference_weights import load_weights
 from vllm.ampere.testing.token_classes import token_classes
 
+from .replay import replaying
 from .scenarios import CONFIGURATIONS, RMS_BOUND, Agreement, agreement
 
 
@@ -35,26 +36,28 @@ class Session:
 
     def __init__(self, folder: Path):
         self._folder, self._server, self._running = folder, None, ""
-        self._measured, self._parts = {}, {}
+        self._measured, self._parts, self._broken = {}, {}, {}
         self.seconds: dict[str, float] = defaultdict(float)
         self.figures: dict[str, float] = {}
 
     def checkpoint(self, preset: str) -> Path:
         return tiny_checkpoint.write(self._folder / preset, preset)
 
-    def decoder(self, preset: str, kind: type[ReferenceDecoder] = ReferenceDecoder, rounding: Rounding = ENGINE,
-                edit=lambda spec, weights: (spec, weights)) -> ReferenceDecoder:
-        """The reference decoder of a checkpoint; `edit` changes its spec or weights on the way."""
+    def decoder(self, name: str, make: Callable[..., ReferenceDecoder] = ReferenceDecoder) -> ReferenceDecoder:
+        """A decoder with the engine's roundings, of a configuration's checkpoint, that replays if the engine does."""
+        preset = CONFIGURATIONS[name].preset
         if preset not in self._parts:
             path = self.checkpoint(preset)
             spec = ModelSpec.from_config(json.loads((path / "config.json").read_text()))
             classes = token_classes(Tokenizer.from_file(str(path / "tokenizer.json")))
             self._parts[preset] = spec, load_weights(path, spec), classes
-        spec, weights, classes = self._parts[preset]
-        return kind(*edit(spec, weights), classes, rounding)
+        decoder = make(*self._parts[preset], ENGINE)
+        return replaying(decoder) if CONFIGURATIONS[name].replays else decoder
 
     def server(self, name: str) -> Server:
         """The running server of a configuration; another one is stopped first."""
+        if name in self._broken:
+            pytest.fail(f"the server {name} did not start before: {self._broken[name]}", pytrace=False)
         if self._running != name:
             self.close()
             configuration = CONFIGURATIONS[name]
@@ -62,7 +65,11 @@ class Session:
             folder.mkdir(exist_ok=True)
             options = {"enable_prompt_tokens_details": True, **configuration.options}
             server = Server(self.checkpoint(configuration.preset), folder, options, configuration.env)
-            self._server, self._running = server.__enter__(), name
+            try:
+                self._server, self._running = server.__enter__(), name
+            except RuntimeError as error:
+                self._broken[name] = str(error)
+                raise
             self.seconds[f"{name}: start"] += server.startup_s
         return self._server
 
@@ -83,7 +90,7 @@ class Session:
     def assert_agrees(self, name: str, label: str, given: list[int], answer: Completion) -> Agreement:
         """The answer is greedy and complete, within the bound, and its tokens are the reference's but for near ties."""
         with self.timed("reference decoder"):
-            seen = agreement(self.decoder(CONFIGURATIONS[name].preset), given, answer)
+            seen = agreement(self.decoder(name), given, answer)
         self.figures[f"{name}: {label}"] = seen.rms
         assert len(answer.tokens) == 8 and answer.tokens == answer.logprobs.argmax(-1).tolist()
         assert seen.rms < RMS_BOUND, f"rms {seen.rms:.4f}, per token {[round(v, 3) for v in seen.per_token]}"

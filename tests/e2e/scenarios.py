@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.ampere.testing.engine import Completion, Server
+from vllm.ampere.testing.engine import OPTIONS, Completion, Server
 from vllm.ampere.testing.reference_decoder import ReferenceDecoder
+
+from .replay import engine_logits
 
 # Bound on the rms of log-probabilities over vocabulary and 8 generated tokens.
 RMS_BOUND = 0.055
@@ -25,6 +27,11 @@ class Configuration:
     preset: str
     options: dict = field(default_factory=dict)
     env: dict = field(default_factory=dict)
+
+    @property
+    def replays(self) -> bool:
+        """Bounded replay is on, as it is by default."""
+        return self.options.get("swa_bounded_replay", True)
 
 
 CONFIGURATIONS = {
@@ -53,7 +60,7 @@ def alone(server: Server, length: int, seed: int = 0) -> Completion:
 
 
 def together(server: Server) -> list[tuple[list[int], Completion]]:
-    """Two cold requests at once, 640 and 90 tokens: prompts and answers."""
+    """Two cold requests at once, 640 and 90 tokens, so that chunks of one run beside the other's: prompts and answers."""
     spans = []
 
     def ask(given):
@@ -93,6 +100,24 @@ def warm(server: Server) -> Warm:
     return Warm(answers, server.metric("vllm:prefix_cache_hits_total") - hits, server.events("replay_trim")[trims:])
 
 
+def drafted(server: Server) -> tuple[list[list[int]], float, float]:
+    """24 tokens each of prompts alone, at once, and cached: tokens, draft steps and accepted drafts (0 without drafts)."""
+    given = [prompt(length, 5) for length in (20, 30, 45, 700)]
+
+    def ask(tokens):
+        return server.complete(tokens, 24, logprobs=False).tokens
+
+    def counted(name):
+        return server.metric(f"vllm:spec_decode_num_{name}_total", missing=0.0)
+
+    before = counted("drafts"), counted("accepted_tokens")
+    answers = [ask(given[0]), ask(given[3])]
+    with ThreadPoolExecutor(3) as threads:
+        answers += threads.map(ask, given[:3])
+    answers.append(ask(given[3]))
+    return answers, counted("drafts") - before[0], counted("accepted_tokens") - before[1]
+
+
 def prompt_logprobs(server: Server, length: int) -> Completion:
     """One cold request that wants the log-probabilities of its prompt."""
     return server.complete(prompt(length, 4), 1, logprobs=False, prompt_logprobs=True)
@@ -118,7 +143,8 @@ class Agreement:
 
 def agreement(decoder: ReferenceDecoder, given: list[int], answer: Completion) -> Agreement:
     """Compare the log-probabilities of every generated token."""
-    want = decoder.logits(given + answer.tokens[:-1])[len(given) - 1 :].log_softmax(-1)
+    steps = OPTIONS["max_num_batched_tokens"]
+    want = engine_logits(decoder, given, answer.tokens, answer.cached_tokens, steps).log_softmax(-1)
     assert answer.logprobs.shape == want.shape
     assert answer.logprobs.isfinite().all()
     square = (answer.logprobs - want).square().mean(-1)

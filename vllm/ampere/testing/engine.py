@@ -236,14 +236,18 @@ class Server:
             (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         )
 
-    def metric(self, name: str) -> float:
-        """Sum over labels of a Prometheus counter, e.g. "vllm:prefix_cache_hits_total"."""
+    def metric(self, name: str, missing: float | None = None) -> float:
+        """Sum over labels of a Prometheus counter, e.g. "vllm:prefix_cache_hits_total".
+
+        Raises:
+            KeyError: there is no such counter, and no value to give for a missing one.
+        """
         with urllib.request.urlopen(self.base_url + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
-        if not values:
+        if not values and missing is None:
             raise KeyError(f"/metrics has no {name}")
-        return sum(values)
+        return sum(values) if values else missing
 
     def events(self, kind: str) -> list[dict]:
         """Trace events of one kind so far, from every engine process."""
