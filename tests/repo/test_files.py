@@ -10,7 +10,10 @@ from tests.repo.checkout import ROOT, files, modules, tree
 TEXT = [p for p in files() if p.name not in ("LICENSE",) and p.suffix not in (".png", ".svg", ".npz", ".safetensors")]
 CODE = [p for p in TEXT if p.suffix in (".py", ".sh") or p.name in ("Makefile", "Dockerfile") or p == p.__class__(".ci/run")]
 BANNED = {"utils", "util", "common", "helpers", "helper", "misc", "new", "v2", "final", "fast", "turbo"}
-HOSTS = {"github.com", "huggingface.co", "download.pytorch.org", "www.apache.org", "arxiv.org", "docs.vllm.ai", "127.0.0.1", "localhost"}
+HOSTS = {
+    "github.com", "git-lfs.github.com", "huggingface.co", "download.pytorch.org", "www.apache.org", "arxiv.org",
+    "docs.vllm.ai", "127.0.0.1", "localhost",
+}
 MACHINE = re.compile(r"(?<![\w.])/(?:root|home|work|Users|mnt|srv)/\w|\b(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}\b(?!\.)")
 
 
