@@ -5,6 +5,7 @@
 Fields carry the names of `text_config`, so that the two read side by side. Standard library only.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -262,19 +263,8 @@ class ModelSpec:
 
         Each order starts its search at `engram_vocab_size`; no prime serves twice in the whole model.
         """
-        used: set[int] = set()
-
-        def column() -> int:
-            size = self.engram_vocab_size
-            while size in used or not _is_prime(size):
-                size += 1
-            used.add(size)
-            return size
-
-        return tuple(
-            tuple(tuple(column() for _ in range(self.engram_n_heads)) for _ in range(self.engram_max_ngram_size - 1))
-            for _ in self.engram_layer_ids
-        )
+        orders = self.engram_max_ngram_size - 1
+        return engram_primes(len(self.engram_layer_ids), orders, self.engram_n_heads, self.engram_vocab_size)
 
     @property
     def has_image_bias(self) -> bool:
@@ -293,8 +283,10 @@ def _place(field: str) -> tuple[str, str]:
     return "text_config.", field
 
 
-def _is_prime(n: int) -> bool:
-    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+def engram_primes(layers: int, orders: int, heads: int, vocab_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The least primes from `vocab_size` up, dealt out in order: [layer][n-gram order][head]."""
+    primes = (n for n in itertools.count(max(vocab_size, 2)) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return tuple(tuple(tuple(itertools.islice(primes, heads)) for _ in range(orders)) for _ in range(layers))
 
 
 def _require(condition: bool, message: str) -> None:

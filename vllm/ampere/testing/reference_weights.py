@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..cache_layout import ENGRAM_DIM, ENGRAM_SCALES, HEAD_DIM, INDEX_DIM
 from ..errors import CheckpointError
-from ..model_spec import STREAMS, ModelSpec
+from ..model_spec import ModelSpec
+from ..tensor_table import expected_tensors
 
 Tensor = torch.Tensor
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,64 +27,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     Scales of decoded weights and the vision tower are not in it; scales of engram tables are.
     """
-    dim, vocab, width = spec.hidden_size, spec.vocab_size, spec.moe_intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed.weight": (vocab, dim), "head.weight": (vocab, dim), "norm.weight": (dim,),
-    }
-
-    def block(p: str, experts: int) -> None:
-        for site in ("attn", "ffn"):
-            rows = STREAMS * (STREAMS + 2)
-            shapes[f"{p}{site}_norm.weight"] = (dim,)
-            shapes[f"{p}hc_{site}_fn"] = (rows, STREAMS * dim)
-            shapes[f"{p}hc_{site}_base"], shapes[f"{p}hc_{site}_scale"] = (rows,), (3,)
-        heads, rank = spec.num_attention_heads, spec.q_lora_rank
-        shapes.update({
-            p + "attn.wq_a.weight": (rank, dim),
-            p + "attn.q_norm.weight": (rank,),
-            p + "attn.wq_b.weight": (heads * HEAD_DIM, rank),
-            p + "attn.wkv.weight": (HEAD_DIM, dim),
-            p + "attn.kv_norm.weight": (HEAD_DIM,),
-            p + "attn.attn_sink": (heads,),
-            p + "attn.wo_a.weight": (spec.o_groups * spec.o_lora_rank, heads * HEAD_DIM // spec.o_groups),
-            p + "attn.wo_b.weight": (dim, spec.o_groups * spec.o_lora_rank),
-            p + "ffn.gate.weight": (experts, dim),
-            p + "ffn.gate.bias": (experts,),
-        })
-        if spec.has_image_bias:
-            shapes[p + "ffn.gate.bias_vl"] = (experts,)
-        for expert in (*(f"experts.{e}." for e in range(experts)), "shared_experts."):
-            shapes[f"{p}ffn.{expert}w1.weight"] = shapes[f"{p}ffn.{expert}w3.weight"] = (width, dim)
-            shapes[f"{p}ffn.{expert}w2.weight"] = (dim, width)
-
-    for layer in spec.layers:
-        p = f"layers.{layer.index}."
-        block(p, spec.n_routed_experts)
-        if layer.owns_kv:
-            shapes[p + "attn.compressor.wkv.weight"] = (HEAD_DIM, dim)
-            if layer.ratio == 2:
-                shapes[p + "attn.compressor.wgate.weight"] = (HEAD_DIM, dim)
-            shapes[p + "attn.compressor.norm.weight"] = (HEAD_DIM,)
-            shapes[p + "attn.indexer.wk.weight"] = (INDEX_DIM, HEAD_DIM)
-            shapes[p + "attn.indexer.k_norm.weight"] = (INDEX_DIM,)
-        if layer.owns_index:
-            shapes[p + "attn.indexer.wq_b.weight"] = (spec.index_n_heads * INDEX_DIM, spec.q_lora_rank)
-            shapes[p + "attn.indexer.weights_proj.weight"] = (spec.index_n_heads, dim)
-        if layer.engram is not None:
-            rows, columns = spec.engram_num_embeddings[layer.engram], sum(map(len, spec.engram_primes[layer.engram]))
-            shapes[p + "engram.embed.weight"] = (rows, ENGRAM_DIM)
-            shapes[p + "engram.embed.scale"] = (rows, ENGRAM_SCALES)
-            shapes[p + "engram.wkv.weight"] = ((STREAMS + 1) * dim, columns * ENGRAM_DIM)
-            shapes[p + "engram.q_weight"] = shapes[p + "engram.k_weight"] = (STREAMS, dim)
-    for stage in range(spec.num_nextn_predict_layers):
-        block(f"mtp.{stage}.", spec.dspark_n_routed_experts)
-    if spec.num_nextn_predict_layers:
-        last = f"mtp.{spec.num_nextn_predict_layers - 1}."
-        shapes["mtp.0.main_proj.weight"] = (dim, dim * len(spec.dspark_target_layer_ids))
-        shapes["mtp.0.main_norm.weight"] = shapes[last + "norm.weight"] = (dim,)
-        shapes[last + "markov_head.embed.weight"] = (vocab, spec.dspark_markov_rank)
-        shapes[last + "markov_head.head.weight"] = (vocab, spec.dspark_markov_rank)
-        shapes[last + "confidence_head.proj.weight"] = (1, dim + spec.dspark_markov_rank)
+    shapes = {}
+    for tensor in expected_tensors(spec.to_config()):
+        is_scale = tensor.dtype == "F8_E8M0" and not tensor.name.endswith("engram.embed.scale")
+        if not is_scale and not tensor.name.startswith(("vision.", "aligner.", "image_")):
+            rows, *inner = tensor.shape
+            shapes[tensor.name] = (rows, 2 * inner[0]) if tensor.dtype == "I8" else tensor.shape
     return shapes
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Mapping
 
 from ..errors import UsageError
-from ..model_spec import ModelSpec
+from ..model_spec import engram_primes
 from .tiny_tokenizer import TINY_NOISE_TOKEN, TINY_VOCAB
 
 # Eight layers with every kind of layer of the release: window only, ratio 2 and 1, KV source, index source
@@ -182,8 +182,7 @@ def build_config(recipe: Recipe, classes: int) -> dict:
         "vision_config": dict(recipe.vision),
         "text_config": text,
     }
-    # The primes are known once the rest is read; no table is too small for this bound.
-    text["engram_num_embeddings"] = [2**40] * len(text["engram_layer_ids"])
-    primes = ModelSpec.from_config(config).engram_primes
-    text["engram_num_embeddings"] = [sum(map(sum, orders)) for orders in primes]
+    layers, orders = len(text["engram_layer_ids"]), text["engram_max_ngram_size"] - 1
+    primes = engram_primes(layers, orders, text["engram_n_heads"], text["engram_vocab_size"])
+    text["engram_num_embeddings"] = [sum(map(sum, layer)) for layer in primes]
     return config

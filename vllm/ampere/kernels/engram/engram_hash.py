@@ -6,13 +6,11 @@ prime-sized range of rows of its layer's table. A request arrives in chunks, so 
 chunk come along as look-back.
 """
 
-from itertools import count, islice
-from math import isqrt
-
 import numpy
 import torch
 
 from ...errors import ContractError
+from ...model_spec import engram_primes
 from ...testing.inputs import integers
 from ..contracts import Arg
 from ..registry import EXACT, Case, Op
@@ -31,14 +29,7 @@ def hash_primes(layers: int, vocab_size: int) -> torch.Tensor:
     Returns:
         int64 [layers, 3, 8]: n-gram orders 2, 3, 4, then heads. Their sum over a layer is its table's rows.
     """
-    odd_divisors = numpy.arange(3, isqrt(2 * vocab_size + 10_000) + 1, 2)
-
-    def is_prime(n):
-        divisors = odd_divisors[odd_divisors <= isqrt(n)]
-        return n > 1 and (n == 2 or n % 2 == 1) and bool((n % divisors).all())
-
-    drawn = islice(filter(is_prime, count(vocab_size)), layers * ORDERS * HEADS)
-    return torch.tensor(list(drawn)).view(layers, ORDERS, HEADS)
+    return torch.tensor(engram_primes(layers, ORDERS, HEADS, vocab_size))
 
 
 def hash_multipliers(layer_ids: tuple[int, ...], compressed_vocab_size: int) -> torch.Tensor:
