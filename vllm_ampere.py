@@ -15,7 +15,7 @@ from pathlib import Path
 _OVERLAY = Path(__file__).resolve().parent / "vllm" / "ampere"
 
 
-def _load_overlay() -> None:
+def load_overlay() -> None:
     """Put `vllm.ampere` into `sys.modules`, unless it is there."""
     if "vllm.ampere" in sys.modules:
         return
@@ -37,7 +37,7 @@ def main() -> int:
         print("hint: install it for the Python that vLLM runs on", file=sys.stderr)
         return 1
     try:
-        _load_overlay()
+        load_overlay()
         from vllm.ampere.cli.main import main as run
     except Exception as error:
         print(f"error: the overlay {_OVERLAY} does not load: {type(error).__name__}: {error}", file=sys.stderr)

@@ -49,7 +49,7 @@ SERVER_ENVIRONMENT = {
     "TRITON_INTERPRET": "1",  # the model runner's own small kernels
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",
     "VLLM_CACHE_ROOT": str(environment.CACHE / "vllm"),
     "TRITON_CACHE_DIR": str(environment.CACHE / "triton"),
     "HF_HUB_OFFLINE": "1",
@@ -246,8 +246,12 @@ def chat(server: Server) -> None:
 
 
 def write_checkpoint(python: Path) -> None:
-    """Write the tiny checkpoint with the environment's own Python."""
-    code = f"from vllm.ampere.testing import tiny_checkpoint; tiny_checkpoint.write({str(CHECKPOINT)!r}, preset='demo')"
+    """Write the tiny checkpoint with the environment's own Python, and without importing vLLM."""
+    code = (
+        "import vllm_ampere; vllm_ampere.load_overlay()\n"
+        "from vllm.ampere.testing import tiny_checkpoint\n"
+        f"tiny_checkpoint.write({str(CHECKPOINT)!r}, preset='demo')"
+    )
     environment.call([python, "-c", code], "the checkpoint could not be written")
 
 
