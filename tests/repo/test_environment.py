@@ -48,7 +48,7 @@ class Recorded(Environment):
 
 @pytest.fixture
 def recorded(checkout, monkeypatch):
-    def make_python(command, failure):
+    def make_python(command, failure, hint=""):
         made.python.parent.mkdir()
         made.python.touch()
 
@@ -136,13 +136,13 @@ def pip(monkeypatch):
         brings = ("thing-1.whl", b"pinned")
         failures: list = []
 
-        def __call__(self, command, failure):
+        def __call__(self, command, failure, hint=""):
             words = [str(word) for word in command]
             self.commands = [*self.commands, words]
             if self.failures:
                 message = self.failures.pop(0)
                 if message:
-                    raise AmpereError(f"{failure}: {message}")
+                    raise AmpereError(f"{failure}: {message}", hint)
             if "download" in words:
                 Path(words[words.index("-d") + 1], self.brings[0]).write_bytes(self.brings[1])
 
@@ -186,11 +186,15 @@ def test_the_torch_index_is_asked_only_after_plain_pip_found_no_torch(checkout, 
     with pytest.raises(AmpereError, match="numpy==0"):
         made._install()
     assert len(pip.commands) == 4
+    pip.failures = ["No matching distribution found for torch==1+cpu"] * 2
+    with pytest.raises(AmpereError, match="torch==1") as caught:
+        made._install()
+    assert environment.CPU_TORCH_INDEX in caught.value.hint
 
 
 def test_a_failed_command_gives_its_error_line_and_keeps_its_output(checkout):
     code = "import sys; print('noise'); print('ERROR: the reason'); print('notice: later'); sys.exit(3)"
-    with pytest.raises(AmpereError, match="^it failed: ERROR: the reason$") as caught:
+    with pytest.raises(AmpereError, match="^it failed: the reason$") as caught:
         environment.call([sys.executable, "-c", code], "it failed")
     assert caught.value.hint == "the whole output: .cache/environment.log"
     assert "noise" in environment.LOG.read_text()

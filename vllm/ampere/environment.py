@@ -145,12 +145,14 @@ class Environment:
 
     def _install(self) -> None:
         command = [self.python, "-I", "-m", "pip", "install", "--no-deps", "-r", ROOT / self.lock]
+        failure = f"pip could not install {self.lock}"
         try:
-            call(command, f"pip could not install {self.lock}")
+            call(command, failure)
         except AmpereError as error:
             if "torch==" not in str(error):
                 raise
-            call([*command, "--extra-index-url", CPU_TORCH_INDEX], f"pip could not install {self.lock}")
+            hint = f"torch's CPU builds are at {CPU_TORCH_INDEX}; let pip reach it, or a mirror by PIP_EXTRA_INDEX_URL"
+            call([*command, "--extra-index-url", CPU_TORCH_INDEX], failure, hint)
 
     def _put_on_path(self) -> None:
         (self.site_packages / "vllm_ampere.pth").write_text(f"{ROOT}\n")
@@ -306,7 +308,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def call(command: list, failure: str) -> None:
+def call(command: list, failure: str, hint: str = "") -> None:
     """Run a command of the checkout with its output in the log. Raises AmpereError with its last error line."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     with LOG.open("w+") as log:
@@ -315,7 +317,8 @@ def call(command: list, failure: str) -> None:
         lines = [line.strip() for line in log if line.strip()]
     if code:
         errors = [line for line in lines if line.lower().startswith(("error", "fatal"))] or lines or [f"exit code {code}"]
-        raise AmpereError(f"{failure}: {errors[-1]}", f"the whole output: {LOG.relative_to(ROOT)}")
+        reason = errors[-1].removeprefix("ERROR: ").removeprefix("error: ")
+        raise AmpereError(f"{failure}: {reason}", hint or f"the whole output: {LOG.relative_to(ROOT)}")
 
 
 def build(names: list[str]) -> None:

@@ -103,7 +103,6 @@ class Recipe:
             that two right implementations agree closely; at 0.2 ties flip and logits jump.
         block_gain: what attention, experts and engram add to the residual, relative to 1 / sqrt(inputs).
         drafts_agree: the Markov head predicts what the target would say if the blocks added nothing.
-        draw: which of the random checkpoints; see `PRESETS`.
     """
 
     text: Mapping[str, Any] = field(default_factory=dict)
@@ -112,7 +111,6 @@ class Recipe:
     routing_bias_std: float = 5.0
     block_gain: float = 1.2
     drafts_agree: bool = False
-    draw: int = 0
 
 
 _AGREE = {"block_gain": 0.05, "drafts_agree": True}
