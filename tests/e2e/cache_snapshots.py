@@ -34,12 +34,12 @@ class ExactProducts(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if function.overloadpacket not in PRODUCTS:
             return function(*args, **kwargs)
-        wanted = args[0].dtype
+        out, wanted = kwargs.pop("out", None), args[0].dtype
         if function._overloadname.startswith("dtype"):  # the overloads that name the result's dtype, after the operands
             *args, wanted = args
-            function = function.overloadpacket
         exact = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-        return function(*exact, **kwargs).to(wanted)
+        result = function.overloadpacket(*exact, **kwargs)
+        return result.to(wanted) if out is None else out.copy_(result)
 
 
 def page_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
