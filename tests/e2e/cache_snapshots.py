@@ -24,19 +24,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.ampere.cache_layout import INDEX_KEY, KV_RECORD
 
 ATEN = torch.ops.aten
-PRODUCTS = {ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default, ATEN.linear.default,
-            ATEN.matmul.default, ATEN.mv.default, ATEN.addmv.default, ATEN.dot.default}
+PRODUCTS = {ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.baddbmm, ATEN.linear, ATEN.matmul, ATEN.mv, ATEN.addmv}
 
 
 class ExactProducts(TorchDispatchMode):
-    """Matrix products in float64, rounded once to the dtype of their first operand."""
+    """Matrix products in float64, rounded once to the dtype that they would have had."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function not in PRODUCTS:
+        kwargs = dict(kwargs or {})
+        if function.overloadpacket not in PRODUCTS:
             return function(*args, **kwargs)
+        out, wanted = kwargs.pop("out", None), args[0].dtype
+        if function._overloadname.startswith("dtype"):  # the overloads that name the result's dtype, after the operands
+            *args, wanted = args
         exact = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-        return function(*exact, **kwargs).to(args[0].dtype)
+        result = function.overloadpacket(*exact, **kwargs)
+        return result.to(wanted) if out is None else out.copy_(result)
 
 
 def page_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

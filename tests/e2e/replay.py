@@ -36,7 +36,7 @@ class Replaying(ReferenceDecoder):
         return super().collapse(x, pre[-len(x) :])
 
     def compress(self, layer, u, state):
-        stored = len(state.compressed[layer.index]) * layer.ratio + len(state.unpaired[layer.index])
+        stored = len(state.compressed[layer.index]) * layer.ratio + len(state.unpaired.get(layer.index, ()))
         super().compress(layer, u[stored - state.tokens :], state)
 
     def draft_context(self, taps, positions, state):
