@@ -4,15 +4,23 @@
 import os
 from pathlib import Path
 
+from .errors import SelectionError
+
 
 def kernels() -> dict[str, str]:
     """`VLLM_AMPERE_KERNELS`: implementations asked for by name, as "op=name,op=name" ("*" is every op).
 
     Unset or empty: each op takes the best implementation that runs here. An entry that cannot be
     honoured raises when the op is chosen.
+
+    Raises:
+        SelectionError: an entry without "=".
     """
-    entries = os.environ.get("VLLM_AMPERE_KERNELS", "").split(",")
-    return dict(entry.strip().split("=", 1) for entry in entries if "=" in entry)
+    entries = [entry.strip() for entry in os.environ.get("VLLM_AMPERE_KERNELS", "").split(",") if entry.strip()]
+    for entry in entries:
+        if "=" not in entry:
+            raise SelectionError(f"VLLM_AMPERE_KERNELS has {entry!r}", 'write it as "op=name", or "*=reference" for all')
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 def platform() -> str:

@@ -47,6 +47,11 @@ def expected_tensors(config: Mapping[str, Any]) -> Iterator[TensorSpec]:
     spec = ModelSpec.from_config(config)
     if spec.has_image_bias:
         yield from _vision(config["vision_config"], spec.hidden_size)
+    yield from text_tensors(spec)
+
+
+def text_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """The tensors of the text model and its draft, in the order of the release's shards."""
     yield TensorSpec("embed.weight", "BF16", (spec.vocab_size, spec.hidden_size))
     for layer in spec.layers:
         yield from _block(f"layers.{layer.index}.", spec, spec.n_routed_experts)

@@ -6,8 +6,9 @@ from pathlib import Path
 import vllm
 from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
 
-from .. import checkpoint, upstream
-from ..errors import PatchError
+from .. import checkpoint, envs, upstream
+from ..errors import PatchError, SelectionError
+from ..kernels.registry import all_ops
 from ..patching import series, tree
 from . import gate
 from .failure import exit_on_error
@@ -23,6 +24,7 @@ class AmpereDeepseekV41Config(DeepseekV4ForCausalLMConfig):
         if gate.architecture() is None:
             return
         require_patched(Path(vllm.__file__).parents[1])
+        require_kernels(gate.architecture().name)
         # Anything that is not a path here is a hub name, which vLLM fetches later.
         if Path(model_config.model).exists():
             checkpoint.inspect(model_config.model)
@@ -41,3 +43,19 @@ def require_patched(root: Path) -> None:
         raise PatchError(
             f"vLLM in {root} is not patched for Ampere: {state}", "run `vllm-ampere patches apply` with the server's Python"
         )
+
+
+# What the integration calls on every processor; the CPU folder calls more.
+ENGINE_OPS = (
+    "sparse_mla_decode", "sparse_mla_prefill", "topk_slots", "inverse_rope", "compressor_insert", "key_norm_rope_store",
+    "query_rope_quant", "paged_mqa_logits", "candidate_blocks", "mask_to_candidates", "select_topk", "engram_lookup",
+)  # fmt: skip
+
+
+def require_kernels(architecture: str) -> None:
+    """Raise SelectionError unless every op of the engine has an implementation here, by choice or by request."""
+    unknown = sorted(envs.kernels().keys() - all_ops().keys() - {"*"})
+    if unknown:
+        raise SelectionError(f"VLLM_AMPERE_KERNELS names {unknown[0]}, which is no op", "`vllm-ampere kernels list` has them")
+    for name in ENGINE_OPS:
+        all_ops()[name].choose_for(architecture)

@@ -116,20 +116,23 @@ class Op:
         return contracts.check(self.name, self.inputs, given)
 
     def choose(self, device: str | torch.device, name: str | None = None) -> Callable:
-        """The implementation for a device, chosen once for each (architecture, name) and logged.
+        """The implementation for a device; see `choose_for`."""
+        return self.choose_for(arch.of_device(device).name, name)
+
+    def choose_for(self, architecture: str, name: str | None = None) -> Callable:
+        """The implementation for an architecture, chosen once for each request and logged.
 
         Args:
-            device: where the arguments live.
+            architecture: a key of `arch.ARCHITECTURES`.
             name: an implementation asked for; default is the entry of `VLLM_AMPERE_KERNELS`, else the best.
 
         Raises:
             SelectionError: the one asked for cannot run here, or none can.
         """
-        where = arch.of_device(device).name
         asked = name or envs.kernels().get(self.name) or envs.kernels().get("*")
-        key = (where, asked)
+        key = (architecture, asked)
         if key not in self._chosen:
-            self._chosen[key] = self._select(where, asked)
+            self._chosen[key] = self._select(architecture, asked)
         return self._chosen[key]
 
     def _select(self, where: str, asked: str | None) -> Callable:
@@ -150,7 +153,11 @@ class Op:
                 logger.info("%s: %s on %s%s", self.name, candidate.name, where, "".join(f"; {r}" for r in lost))
                 return candidate.function
             lost.append(f"{candidate.name} lost: {reason}")
-        raise SelectionError(f"{self.name}: no implementation runs on {where}", "; ".join(lost))
+        reasons = "; ".join(lost)
+        raise SelectionError(
+            f"{self.name}: no implementation runs on {where} ({reasons})",
+            'VLLM_AMPERE_KERNELS="*=reference" runs the PyTorch references, slowly',
+        )
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
 from ..model_spec import ModelSpec
-from ..tensor_table import expected_tensors
+from ..tensor_table import text_tensors
 
 Tensor = torch.Tensor
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,9 +28,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     Scales of decoded weights and the vision tower are not in it; scales of engram tables are.
     """
     shapes = {}
-    for tensor in expected_tensors(spec.to_config()):
-        is_scale = tensor.dtype == "F8_E8M0" and not tensor.name.endswith("engram.embed.scale")
-        if not is_scale and not tensor.name.startswith(("vision.", "aligner.", "image_")):
+    for tensor in text_tensors(spec):
+        if tensor.dtype != "F8_E8M0" or tensor.name.endswith("engram.embed.scale"):
             rows, *inner = tensor.shape
             shapes[tensor.name] = (rows, 2 * inner[0]) if tensor.dtype == "I8" else tensor.shape
     return shapes

@@ -3,10 +3,14 @@
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from ...kernels.moe.mxfp4_experts import mxfp4_experts
 from ...kernels.moe.route import route
+
+# Consecutive token ids that mark the places of an image.
+IMAGE_IDS = 5
 
 
 class AmpereMxfp4Experts(mk.FusedMoEExpertsModular):
@@ -43,10 +47,25 @@ def select_backend(config):
     return Mxfp4MoeBackend.EMULATION, AmpereMxfp4Experts
 
 
-def route_tokens(
-    router_logits, top_k, renormalize, e_score_correction_bias, routed_scaling_factor, input_ids, hash_indices_table
-):
-    """Stands for the AVX-512 router, which accepts 256 experts and no other count."""
-    if hash_indices_table is not None:
-        raise NotImplementedError("DeepSeek-V4.1 has no hash-routed layer")
-    return route(router_logits.float(), e_score_correction_bias.float(), top_k, routed_scaling_factor)
+class AmpereCpuRouter(CPURouter):
+    """Upstream's AVX-512 router accepts 256 experts and no other count, and has no bias for image tokens."""
+
+    def _compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
+        image = None
+        if self.bias_vl is not None:
+            image = (input_ids >= self.image_sentinel_lo) & (input_ids < self.image_sentinel_lo + IMAGE_IDS)
+        return route(
+            router_logits.float(), self.e_score_correction_bias.float(), self.top_k, self.routed_scaling_factor,
+            self.bias_vl, image,
+        )  # fmt: skip
+
+
+def create_router(upstream):
+    """Upstream's router factory, with the image bias that it drops on a CPU."""
+
+    def create(*args, bias_vl=None, image_sentinel_lo=0, **kwargs):
+        router = upstream(*args, **kwargs)
+        router.bias_vl, router.image_sentinel_lo = bias_vl, image_sentinel_lo
+        return router
+
+    return create

@@ -15,16 +15,12 @@ from ...kernels.engram.engram_gate import engram_gate
 from ...kernels.kv_cache.compressor_pool import compressor_pool
 from ...kernels.mhc.mhc_post_pre import mhc_post_pre
 from ...kernels.mhc.mhc_pre import mhc_pre
-
-
-def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+from ...kernels.rms_norm import rms_norm
 
 
 def q_kv_rmsnorm(q, kv, q_weight, kv_weight, eps):
     """RMS norms of the query latent and of the key/value latent."""
-    return _rms(q, q_weight, eps), _rms(kv, kv_weight, eps)
+    return rms_norm(q, q_weight, eps).to(q.dtype), rms_norm(kv, kv_weight, eps).to(kv.dtype)
 
 
 def pre(

@@ -13,7 +13,8 @@ streams.install()
 operators.install()
 
 import vllm.model_executor.kernels.linear as linear
-import vllm.model_executor.layers.fused_moe.router.cpu_router as cpu_router
+import vllm.model_executor.layers.fused_moe.layer as moe_layer
+import vllm.model_executor.layers.fused_moe.router.router_factory as router_factory
 import vllm.model_executor.layers.quantization.modelopt as modelopt
 import vllm.model_executor.layers.quantization.mxfp4 as mxfp4
 import vllm.model_executor.layers.utils as layer_utils
@@ -51,7 +52,8 @@ for owner in (linear, modelopt):
     replace(owner, "init_mxfp8_linear_kernel", _mxfp8_linear)
 replace(layer_utils, "dispatch_cpu_unquantized_gemm", _plain_linear)
 replace(mxfp4, "select_deepseek_v4_mxfp4_moe_backend", experts.select_backend)
-replace(cpu_router, "_sqrtsoftplus_bias_topk", experts.route_tokens)
+replace(router_factory, "CPURouter", experts.AmpereCpuRouter)
+replace(moe_layer, "create_fused_moe_router", experts.create_router(moe_layer.create_fused_moe_router))
 replace(model, "mhc_pre_delayed_tilelang", kernels.pre)
 replace(model, "mhc_shifted_post_pre", kernels.post_pre)
 for owner in (model, dspark):

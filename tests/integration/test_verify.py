@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before a checkpoint is loaded."""
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm.platforms", reason="needs the engine environment, .venv")
+
+from vllm.ampere.errors import SelectionError
+from vllm.ampere.integration import verify
+from vllm.ampere.kernels.registry import all_ops
+
+
+def test_the_cpu_has_every_op_of_the_engine():
+    verify.require_kernels("cpu")
+
+
+def test_a_card_without_kernels_is_refused_before_anything_is_loaded():
+    """Today no op has a GPU implementation, and a reference never takes its place in silence."""
+    missing = [name for name in verify.ENGINE_OPS if not all_ops()[name].implementations]
+    if not missing:
+        pytest.skip("every op of the engine has a GPU implementation")
+    with pytest.raises(SelectionError, match=f"{missing[0]}: no implementation runs on sm80") as error:
+        verify.require_kernels("sm80")
+    assert "*=reference" in error.value.hint
+
+
+def test_references_run_on_a_card_when_asked_by_name(monkeypatch):
+    monkeypatch.setenv("VLLM_AMPERE_KERNELS", "*=reference")
+    verify.require_kernels("sm80")
+
+
+@pytest.mark.parametrize("value, message", [
+    ("reference", "VLLM_AMPERE_KERNELS has 'reference'"),
+    ("sparse_mla=reference", "names sparse_mla, which is no op"),
+    ("inverse_rope=cuda", "inverse_rope has no implementation cuda"),
+])
+def test_requests_that_cannot_be_honoured(monkeypatch, value, message):
+    monkeypatch.setenv("VLLM_AMPERE_KERNELS", value)
+    with pytest.raises(SelectionError, match=message):
+        verify.require_kernels("cpu")
+
+
+def test_the_engine_calls_no_op_beyond_the_list():
+    """Every public op that `integration` imports outside its CPU folder is in ENGINE_OPS."""
+    from pathlib import Path
+
+    sources = Path(verify.__file__).parent.glob("*.py")
+    imported = {
+        name.strip()
+        for source in sources
+        for line in source.read_text().splitlines()
+        if line.startswith("from ..kernels.") and "registry" not in line
+        for name in line.partition(" import ")[2].split(",")
+    }
+    assert imported == set(verify.ENGINE_OPS)
