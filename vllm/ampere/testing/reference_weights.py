@@ -26,7 +26,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the text model and the draft, by released name, with its shape once decoded.
 
-    Scales of decoded weights are not in it; scales of engram tables are.
+    Scales of decoded weights and the vision tower are not in it; scales of engram tables are.
     """
     shapes = {}
     for tensor in text_tensors(spec):
