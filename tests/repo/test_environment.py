@@ -5,13 +5,17 @@ import hashlib
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tests.repo.checkout import ROOT
+from tests.repo.processes import ended
 from tests.repo.test_pins import PINS, lock
 from vllm.ampere import environment
 from vllm.ampere.environment import Environment, Step
@@ -243,17 +247,38 @@ def test_processors_and_memory_that_are_refused(file, text, message, monkeypatch
         environment.check_machine(0)
 
 
-def test_an_error_is_one_line_and_a_hint(capsys):
+def test_an_error_is_one_line_and_a_hint(capsys, monkeypatch):
     def refuse():
         raise AmpereError("no room", "make some")
 
     def fill():
         raise OSError(28, "No space left on device", "file")
 
+    monkeypatch.setattr(environment.signal, "signal", lambda *_: None)  # the test runner keeps its own
     assert environment.report("make env", refuse) == 1
     assert capsys.readouterr().err == "make env: no room\nhint: make some\n"
     assert environment.report("make env", fill) == 1
     assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ended_builder_ends_its_command(tmp_path, number):
+    started = tmp_path / "started"
+    slow = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'vllm' / 'ampere')!r}); import environment; from pathlib import Path\n"
+        f"environment.LOG = Path({str(tmp_path / 'log')!r})\n"
+        f"sys.exit(environment.report('make env', lambda: environment.call([sys.executable, '-c', {slow!r}], 'failed')))"
+    )
+    builder = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while not (started.exists() and started.read_text()):
+        assert builder.poll() is None
+        time.sleep(0.05)
+    builder.send_signal(number)
+    _, err = builder.communicate(timeout=30)
+    assert builder.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert "Traceback" not in err
+    assert ended(int(started.read_text()))
 
 
 @pytest.mark.vllm

@@ -286,18 +286,12 @@ def demo(port: int, once: bool) -> None:
             print("\nstopping the server")
 
 
-def _end(number: int, _frame) -> None:
-    sys.exit(128 + number)
-
-
 def main() -> int:
     """Console entry of `make demo`; returns the exit code."""
     parser = argparse.ArgumentParser(description="Serve a tiny random DeepSeek-V4.1 on the CPU.")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--once", action="store_true", help="stop after one answer, as without a terminal")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGHUP, _end)
     once = arguments.once or not (sys.stdin.isatty() and sys.stdout.isatty())
     return environment.report("make demo", lambda: demo(arguments.port, once))
 

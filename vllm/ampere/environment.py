@@ -18,6 +18,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,9 @@ class Environment:
             wheel.extractall(self.site_packages, CPU_OPERATORS)
         (self.site_packages / "vllm" / "ampere").symlink_to(ROOT / "vllm" / "ampere")
         self._apply_series()
+        # A test runner may forbid to write bytecode, and every engine process would compile vLLM anew.
+        compileall = [self.python, "-m", "compileall", "-q", "-j", "0", "-x", "vllm/ampere", self.site_packages / "vllm"]
+        call(compileall, "the vLLM tree could not be compiled")
 
     def _apply_series(self) -> None:
         if (ROOT / "patches" / "series").exists():
@@ -331,7 +335,12 @@ def build(names: list[str]) -> None:
 
 
 def report(command: str, run: Callable[[], None]) -> int:
-    """Exit code of `run`; a failure that a user can act on ends as one line on stderr and its hint."""
+    """Exit code of `run`; a failure that a user can act on ends as one line on stderr and its hint.
+
+    SIGTERM and SIGHUP unwind it, so that child processes end with it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         run()
     except AmpereError as error:
