@@ -206,7 +206,12 @@ def test_a_failed_command_gives_its_error_line_and_keeps_its_output(checkout):
 
 @pytest.mark.parametrize(
     "version, message",
-    [((3, 10, 1), "3.11 or 3.12 is needed"), ((3, 13, 0), "3.11 or 3.12 is needed"), ((3, 11, 0), ""), ((3, 12, 9), "")],
+    [
+        ((3, 10, 1), "3.11 or 3.12 is needed"),
+        ((3, 13, 0), "3.11 or 3.12 is needed"),
+        ((3, 11, 0), ""),
+        ((3, 12, 9), ""),
+    ],
 )
 def test_python_versions(version, message, monkeypatch):
     monkeypatch.setattr(sys, "version_info", version)
@@ -222,7 +227,11 @@ MACHINES = {
     "libc": ("platform.libc_ver", lambda: ("glibc", "2.17"), "glibc 2.28 or later is needed"),
     "musl": ("platform.libc_ver", lambda: ("", ""), "this is another libc"),
     "venv": ("importlib.util.find_spec", lambda name: None, "lacks its venv module"),
-    "disk": ("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**29), "2 GiB of disk are needed, and 0.5 are free"),
+    "disk": (
+        "shutil.disk_usage",
+        lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**29),
+        "2 GiB of disk are needed, and 0.5 are free",
+    ),
 }
 
 
@@ -238,7 +247,10 @@ def test_machines_that_are_refused(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "file, text, message",
-    [("cpuinfo", "flags : sse4_2 avx", "AVX2"), ("meminfo", "MemAvailable: 1048576 kB", "2 GiB of memory are needed, and 1.0 are available")],
+    [
+        ("cpuinfo", "flags : sse4_2 avx", "AVX2"),
+        ("meminfo", "MemAvailable: 1048576 kB", "2 GiB of memory are needed, and 1.0 are available"),
+    ],
 )
 def test_processors_and_memory_that_are_refused(file, text, message, monkeypatch):
     real = Path.read_text
@@ -266,9 +278,10 @@ def test_an_ended_builder_ends_its_command(tmp_path, number):
     started = tmp_path / "started"
     slow = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'vllm' / 'ampere')!r}); import environment; from pathlib import Path\n"
-        f"environment.LOG = Path({str(tmp_path / 'log')!r})\n"
-        f"sys.exit(environment.report('make env', lambda: environment.call([sys.executable, '-c', {slow!r}], 'failed')))"
+        f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT / 'vllm' / 'ampere')!r})\n"
+        f"import environment; environment.LOG = Path({str(tmp_path / 'log')!r})\n"
+        f"run = lambda: environment.call([sys.executable, '-c', {slow!r}], 'failed')\n"
+        "sys.exit(environment.report('make env', run))"
     )
     builder = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     while not (started.exists() and started.read_text()):

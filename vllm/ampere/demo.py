@@ -140,7 +140,9 @@ class Server:
     def check_alive(self) -> None:
         """Raises AmpereError with the server's last error when it has ended."""
         if self.process.poll() is not None:
-            raise AmpereError(f"the server ended (exit code {self.process.returncode}): {self.last_error()}", f"its log: {self.log}")
+            raise AmpereError(
+                f"the server ended (exit code {self.process.returncode}): {self.last_error()}", f"its log: {self.log}"
+            )
 
     def last_error(self) -> str:
         """The newest line of the log that names an error and its cause, else its last line."""
@@ -184,7 +186,9 @@ def running(command: list[str], port: int, log: Path) -> Iterator[Server]:
     try:
         yield server
     finally:
-        ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        ignored = {
+            number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         server.stop()
         for number, handler in ignored.items():
             signal.signal(number, handler)
@@ -218,7 +222,9 @@ def stream_chat(port: int, question: str, max_tokens: int) -> Iterator[str]:
                 return
             event = json.loads(data or "{}")
             if "error" in event:
-                raise AmpereError(f"the server stopped answering: {event['error']['message']}", f"its log: {SERVER_LOG}")
+                raise AmpereError(
+                    f"the server stopped answering: {event['error']['message']}", f"its log: {SERVER_LOG}"
+                )
             for choice in event.get("choices", ()):
                 delta = choice["delta"]
                 yield delta.get("reasoning") or delta.get("content") or ""
