@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton implementation against the reference, on the cases that the interpreter gets through in seconds."""
+
+import pytest
+
+from vllm.ampere.kernels.registry import all_ops
+from vllm.ampere.testing.parity import assert_parity, produce
+
+TRITON = [(op, i) for op in all_ops().values() for i in op.implementations if i.name == "triton"]
+
+
+WORK = 80_000_000
+
+
+def _small(op):
+    """The cases of little work, and always one that does some."""
+    cost = {case.name: op.bytes_moved(case.sizes) + op.flops(case.sizes) for case in op.cases}
+    least = min((c for c in cost.values() if c), default=0)
+    return [case for case in op.cases if cost[case.name] <= max(WORK, least)]
+
+
+CASES = [(op, implementation, case) for op, implementation in TRITON for case in _small(op)]
+
+
+@pytest.mark.parametrize("op, implementation, case", CASES, ids=[f"{o.name}-{c.name}" for o, _, c in CASES])
+def test_equals_the_reference(op, implementation, case):
+    got = produce(op, implementation.function, case.inputs(1))
+    assert_parity(op, got, produce(op, op.reference, case.inputs(1)), f"{op.name} {case.name}")
