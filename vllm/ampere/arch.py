@@ -7,6 +7,7 @@ Figures are NVIDIA's (CUDA programming guide, compute capabilities table), not m
 import logging
 from dataclasses import dataclass
 
+from . import envs
 from .errors import UnsupportedDeviceError
 
 logger = logging.getLogger(__name__)
@@ -20,19 +21,22 @@ class Architecture:
         name: "sm80", "sm86" or "cpu"; the name used by implementations and tuned files.
         shared_bytes_per_block: opt-in shared memory of one thread block, bytes.
         registers_per_thread: hard limit of 32-bit registers a thread.
+        multiprocessors: of the family's largest common card (A100, A6000); split rules count on it, so that
+            every card of a family splits alike.
         missing: instructions that newer processors have and this one lacks.
     """
 
     name: str
     shared_bytes_per_block: int
     registers_per_thread: int
+    multiprocessors: int
     missing: tuple[str, ...]
 
 
 _MISSING = ("fp8 conversion", "fp8 matrix multiply", "wgmma", "tma", "cluster")
-SM80 = Architecture("sm80", 166_912, 255, _MISSING)
-SM86 = Architecture("sm86", 101_376, 255, _MISSING)
-CPU = Architecture("cpu", 0, 0, ())
+SM80 = Architecture("sm80", 166_912, 255, 108, _MISSING)
+SM86 = Architecture("sm86", 101_376, 255, 84, _MISSING)
+CPU = Architecture("cpu", 0, 0, 1, ())
 ARCHITECTURES = {a.name: a for a in (SM80, SM86, CPU)}
 
 
@@ -63,6 +67,8 @@ def of_capability(major: int, minor: int) -> Architecture | None:
 def of_device(device) -> Architecture:
     """The architecture of a torch device: CPU for "cpu", else that of the CUDA device's capability.
 
+    `VLLM_AMPERE_ASSUME` makes every CUDA device count as the architecture it names.
+
     Raises:
         UnsupportedDeviceError: the device is neither a CPU nor an Ampere card.
     """
@@ -72,7 +78,8 @@ def of_device(device) -> Architecture:
     if device.type == "cpu":
         return CPU
     if device.type == "cuda":
-        found = of_capability(*torch.cuda.get_device_capability(device))
+        assumed = envs.assumed_architecture()
+        found = ARCHITECTURES[assumed] if assumed else of_capability(*torch.cuda.get_device_capability(device))
         if found is not None:
             return found
     raise UnsupportedDeviceError(f"no kernels of ours serve the device {device}", "use an Ampere card or the CPU")

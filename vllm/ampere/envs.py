@@ -23,6 +23,20 @@ def kernels() -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries)
 
 
+def assumed_architecture() -> str:
+    """`VLLM_AMPERE_ASSUME`: "sm80" or "sm86"; CUDA devices count as that architecture. Unset or empty: as what they are.
+
+    For tests on a newer card, together with Triton's `TRITON_OVERRIDE_ARCH`.
+
+    Raises:
+        SelectionError: another name.
+    """
+    name = os.environ.get("VLLM_AMPERE_ASSUME", "")
+    if name not in ("", "sm80", "sm86"):
+        raise SelectionError(f"VLLM_AMPERE_ASSUME is {name!r}", "set it to sm80 or sm86, or leave it unset")
+    return name
+
+
 def platform() -> str:
     """`VLLM_AMPERE_PLATFORM`: "auto" (default) or "cpu".
 

@@ -10,8 +10,51 @@ import torch
 
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import EXACT, Case, Implementation, Op
 from .reference import e4m3_decode_ref, e4m3_encode_ref
+from .triton_codec import e4m3_to_float, float_to_e4m3
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["count"])
+def _e4m3_decode_kernel(codes_ptr, values_ptr, count, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + offs, mask=offs < count, other=0)
+    tl.store(values_ptr + offs, e4m3_to_float(codes), mask=offs < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _e4m3_encode_kernel(x_ptr, codes_ptr, count, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < count, other=0.0).to(tl.float32)
+    tl.store(codes_ptr + offs, float_to_e4m3(x), mask=offs < count)
+
+
+def _elementwise(kernel, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One program for each `_BLOCK` elements; a strided input is copied first."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if count := x.numel():
+        kernel[(triton.cdiv(count, _BLOCK),)](x.contiguous(), out, count, BLOCK=_BLOCK)
+    return out
+
+
+def _e4m3_decode_triton(codes):
+    return _elementwise(_e4m3_decode_kernel, codes, torch.float32)
+
+
+def _e4m3_encode_triton(x):
+    return _elementwise(_e4m3_encode_kernel, x, torch.uint8)
+
+
+COMPILES = (
+    Launch(
+        _e4m3_decode_kernel, {"codes_ptr": "*u8:16", "values_ptr": "*fp32:16", "count": "i32"}, {"BLOCK": _BLOCK}
+    ),
+    Launch(_e4m3_encode_kernel, {"x_ptr": "*fp32:16", "codes_ptr": "*u8:16", "count": "i32"}, {"BLOCK": _BLOCK}),
+    Launch(_e4m3_encode_kernel, {"x_ptr": "*bf16:16", "codes_ptr": "*u8:16", "count": "i32"}, {"BLOCK": _BLOCK}),
+)
 
 
 def e4m3_decode(codes: torch.Tensor, *, implementation: str | None = None) -> torch.Tensor:
@@ -64,6 +107,7 @@ DECODE = Op(
     inputs=(Arg("codes", "...", (torch.uint8,), contiguous="any"),),
     outputs=(Arg("values", "...", (torch.float32,)),),
     reference=e4m3_decode_ref,
+    implementations=(Implementation("triton", _e4m3_decode_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"values": EXACT},
     cases=tuple(
         Case(f"n{n}", {"N": n}, lambda s, g, d: {"codes": integers(g, 0, 256, s["N"], dtype=torch.uint8, device=d)})
@@ -81,6 +125,7 @@ ENCODE = Op(
     inputs=(Arg("x", "...", (torch.float32, torch.bfloat16), contiguous="any"),),
     outputs=(Arg("codes", "...", (torch.uint8,)),),
     reference=e4m3_encode_ref,
+    implementations=(Implementation("triton", _e4m3_encode_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"codes": EXACT},
     cases=tuple(
         Case(

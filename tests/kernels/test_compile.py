@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel, built for sm_80 and sm_86 as a real launch would build it."""
+
+import dataclasses
+import importlib
+import pkgutil
+
+import pytest
+
+from vllm.ampere import kernels
+from vllm.ampere.kernels.launch import Launch, tl, triton, unavailable
+from vllm.ampere.testing.compile_check import Built, all_launches, build, faults
+
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+ARCHITECTURES = ("sm80", "sm86")
+LAUNCHES = all_launches()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_kernel_fits(launch, architecture):
+    assert not faults(launch, build(launch, architecture), architecture)
+
+
+def test_every_module_with_kernels_lists_their_launches():
+    """By name in the module of a `@triton.jit` function that ends in `_kernel`."""
+    listed = {(launch.kernel.__module__, launch.kernel.__name__) for launch in LAUNCHES}
+    written = {
+        (module.name, name)
+        for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + ".")
+        for name, value in vars(importlib.import_module(module.name)).items()
+        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module.name
+    }
+    assert written and not written - listed
+
+
+@triton.jit
+def _cast_kernel(x_ptr, TO: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 32))
+    tl.store(x_ptr + tl.arange(0, 32), x.to(TO).to(tl.float32))
+
+
+@triton.jit
+def _product_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(y_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)).to(tl.bfloat16))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fp8_type_is_refused(architecture):
+    with pytest.raises(triton.compiler.errors.CompilationError, match="fp8e4nv not supported"):
+        build(Launch(_cast_kernel, {"x_ptr": "*fp32:16"}, {"TO": tl.float8e4nv}), architecture)
+
+
+def test_shared_memory_and_spills_are_measured():
+    """A product whose operands and result one warp cannot hold."""
+    launch = Launch(_product_kernel, {"x_ptr": "*bf16:16", "y_ptr": "*bf16:16"}, {"SIZE": 128}, num_warps=1)
+    built = build(launch, "sm86")
+    assert built.shared_bytes >= 2 * 128 * 128 * 2 and built.registers > 100
+    assert min(built.spill_store_bytes, built.spill_load_bytes) > 0
+    assert len(faults(launch, built, "sm86")) == 2
+
+
+def test_each_fault_is_named():
+    launch = Launch(_cast_kernel, {}, spill_bytes=16)
+    fine = Built("", 49_152, 255, 16, 16)
+    assert faults(launch, fine, "sm86") == []
+    for change, words in (
+        ({"shared_bytes": 101_377}, "sm86 has 101376"),
+        ({"shared_bytes": 49_153}, "without a listed reason"),
+        ({"spill_load_bytes": 17}, "17 bytes of registers spilled, 16 listed"),
+        ({"ptx": "wgmma.mma_async"}, "an instruction that Ampere lacks"),
+    ):
+        (fault,) = faults(launch, dataclasses.replace(fine, **change), "sm86")
+        assert words in fault
+    listed = dataclasses.replace(launch, shared_reason="holds both tiles")
+    assert faults(listed, dataclasses.replace(fine, shared_bytes=101_376), "sm86") == []

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton where it is installed, and the launches that the compile tier builds.
+
+Kernel files take `triton` and `tl` from here. Without Triton both are a placeholder under which a kernel file still
+imports; `unavailable` then tells the registry why no Triton implementation can be chosen.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _Placeholder:
+        """Stands for the module: any attribute, any call; as a decorator it returns the function as it is."""
+
+        def __getattr__(self, name: str):
+            return self
+
+        def __call__(self, function=None, **options):
+            return self if function is None else function
+
+    triton = tl = _Placeholder()
+    INSTALLED = False
+else:
+    INSTALLED = True
+
+
+def unavailable() -> str:
+    """Why Triton cannot run in this process, or "" if it can."""
+    return "" if INSTALLED else "triton is not installed"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One production launch of a kernel, as the compile tier builds it for sm_80 and sm_86.
+
+    Attributes:
+        kernel: the jitted function.
+        signature: argument name to type, for every argument that is not in `constexprs`: "*bf16", "*u8", "i32", "fp32".
+            ":16" after it: a multiple of 16, as an aligned pointer or a stride is in a real launch.
+        constexprs: argument name to value.
+        num_warps, num_stages, fp_fusion: options of the launch; the defaults are Triton's.
+        spill_bytes: bound on the bytes of registers spilled, stores and loads each.
+        shared_reason: why the kernel takes more than 48 KiB of shared memory, or "".
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    fp_fusion: bool = True
+    spill_bytes: int = 0
+    shared_reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The kernel and its constants."""
+        constants = "_".join(f"{key.lower()}{value}" for key, value in self.constexprs.items())
+        return f"{self.kernel.__name__.strip('_')}-{constants or 'plain'}"
