@@ -73,7 +73,9 @@ def _mhc_collapse_triton(streams, mix):
     return out
 
 
-_STREAMS = {"streams_ptr": "*bf16:16", "stride_streams_tok": "i32:16", "stride_streams": "i32:16", "out_ptr": "*bf16:16"}
+_STREAMS = {
+    "streams_ptr": "*bf16:16", "stride_streams_tok": "i32:16", "stride_streams": "i32:16", "out_ptr": "*bf16:16",
+}
 COMPILES = (
     Launch(
         _mhc_post_kernel,
