@@ -10,8 +10,98 @@ import torch
 
 from ...testing.inputs import normal
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import merge_attn_states_ref
+
+_LOWEST = tl.constexpr(-1e30)
+_BLOCK_S = 8
+
+
+@triton.jit(do_not_specialize=["stride_lse_split", "splits"])
+def _merge_attn_states_kernel(
+    partial_ptr,
+    lse_ptr,
+    sink_ptr,
+    out_ptr,
+    stride_partial_split,
+    stride_partial_tok,
+    stride_partial_head,
+    stride_lse_split,
+    stride_lse_tok,
+    stride_out_tok,
+    stride_out_head,
+    splits,
+    HEADS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One program merges one token's head: a running soft-max over blocks of splits, started by the sink."""
+    token = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    offs_d = tl.arange(0, 512)
+    partial_ptr += token * stride_partial_tok + head * stride_partial_head
+    sink = tl.load(sink_ptr + head)
+    peak = tl.maximum(sink, _LOWEST)
+    total = tl.exp(sink - peak)
+    acc = tl.zeros([512], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
+        lse_row = lse_ptr + split * stride_lse_split + token * stride_lse_tok + head
+        lse = tl.load(lse_row, mask=split < splits, other=-float("inf"))
+        counts = lse != -float("inf")
+        lse = tl.where(counts, lse, _LOWEST)
+        higher = tl.maximum(peak, tl.max(lse, 0))
+        weight = tl.where(counts, tl.exp(lse - higher), 0.0)
+        part_row = partial_ptr + (split * stride_partial_split)[:, None] + offs_d[None, :]
+        part = tl.load(part_row, mask=counts[:, None], other=0.0)
+        shrink = tl.exp(peak - higher)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        peak = higher
+    # Nothing at all: no split counts and there is no sink.
+    merged = acc / tl.where(total == 0.0, 1.0, total)
+    out_row = out_ptr + token * stride_out_tok + head * stride_out_head
+    tl.store(out_row + offs_d, merged.to(tl.bfloat16))
+
+
+def _merge_attn_states_triton(partial, lse, sink, out=None):
+    splits, tokens, heads, dim = partial.shape
+    if out is None:
+        out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device=partial.device)
+    if tokens * heads:
+        _merge_attn_states_kernel[(tokens * heads,)](
+            partial,
+            lse,
+            sink,
+            out,
+            *partial.stride()[:3],
+            *lse.stride()[:2],
+            *out.stride()[:2],
+            splits,
+            HEADS=heads,
+            BLOCK_S=_BLOCK_S,
+        )
+    return out
+
+
+_STRIDES = ("partial_split", "partial_tok", "partial_head", "out_tok", "out_head")
+COMPILES = tuple(
+    Launch(
+        _merge_attn_states_kernel,
+        {
+            "partial_ptr": "*fp32:16",
+            "lse_ptr": "*fp32:16",
+            "sink_ptr": "*fp32:16",
+            "out_ptr": "*bf16:16",
+            **{f"stride_{name}": "i32:16" for name in _STRIDES},
+            "stride_lse_split": "i32",
+            "stride_lse_tok": "i32",
+            "splits": "i32",
+        },
+        {"HEADS": heads, "BLOCK_S": _BLOCK_S},
+    )
+    for heads in (8, 64)
+)
 
 
 def merge_attn_states(
@@ -71,6 +161,7 @@ OP = Op(
     ),
     outputs=(Arg("o", "T H 512", (torch.bfloat16,)),),
     reference=merge_attn_states_ref,
+    implementations=(Implementation("triton", _merge_attn_states_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"o": Tolerance(2e-3, 4e-2)},
     cases=tuple(
         Case(f"s{s}_t{t}_h{h}", {"S": s, "T": t, "H": h}, _inputs)

@@ -16,8 +16,10 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import kv_pages, normal
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import unavailable
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import sparse_mla_decode_ref
+from .sparse_mla_triton import _sparse_mla_decode_triton
 
 
 def sparse_mla_decode(
@@ -161,6 +163,7 @@ OP = Op(
     inputs=INPUTS,
     outputs=OUTPUTS,
     reference=sparse_mla_decode_ref,
+    implementations=(Implementation("triton", _sparse_mla_decode_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"o": TOLERANCE},
     cases=(case(0, 8, 128, 512), case(1, 8, 128, 512), case(6, 16, 133, 64, 64, 64), case(33, 8, 128, 0)),
     bytes_moved=bytes_moved,

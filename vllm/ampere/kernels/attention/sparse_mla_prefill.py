@@ -7,9 +7,11 @@ pages directly, so upstream's bfloat16 workspace (about 4 GiB at a million token
 
 import torch
 
-from ..registry import Op
+from ..launch import unavailable
+from ..registry import Implementation, Op
 from .reference import sparse_mla_prefill_ref
 from .sparse_mla_decode import AXES, INPUTS, OUTPUTS, TOLERANCE, bytes_moved, case, check_call, flops
+from .sparse_mla_triton import _sparse_mla_prefill_triton
 
 
 def sparse_mla_prefill(
@@ -73,6 +75,7 @@ OP = Op(
     inputs=INPUTS,
     outputs=OUTPUTS,
     reference=sparse_mla_prefill_ref,
+    implementations=(Implementation("triton", _sparse_mla_prefill_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"o": TOLERANCE},
     cases=(case(0, 8, 128, 64), case(65, 8, 128, 64), case(40, 16, 128, 512), case(129, 8, 128, 0, 64)),
     bytes_moved=bytes_moved,

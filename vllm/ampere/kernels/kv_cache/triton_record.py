@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 584-byte latent record in registers: where a slot's bytes are, and their numbers (`cache_layout.KV_RECORD`)."""
+
+from ...cache_layout import KV_GROUP, KV_RECORD, NOPE_DIM, ROPE_DIM
+from ..launch import tl, triton
+from ..quantization.triton_codec import e4m3_to_float, ue8m0_to_float
+
+DATA_BYTES = tl.constexpr(KV_RECORD.data_bytes)
+SCALE_BYTES = tl.constexpr(KV_RECORD.scale_bytes)
+GROUP = tl.constexpr(KV_GROUP)
+NOPE = tl.constexpr(NOPE_DIM)
+ROPE = tl.constexpr(ROPE_DIM)
+
+
+@triton.jit
+def record_pointers(cache_ptr, slots, stride_page, page_rows):
+    """Pointers to the values and to the scales of slots (integers >= 0); pages are `stride_page` bytes apart."""
+    page_ptr = cache_ptr + (slots // page_rows).to(tl.int64) * stride_page
+    row = slots % page_rows
+    return page_ptr + row * DATA_BYTES, page_ptr + page_rows * DATA_BYTES + row * SCALE_BYTES
+
+
+@triton.jit
+def load_nope(data_ptr, scale_ptr, counts, FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """float32 [ROWS, WIDTH]: dimensions FIRST and on, both multiples of 64, before the rotary ones; 0 if not counted."""
+    groups: tl.constexpr = WIDTH // GROUP
+    codes = tl.load(data_ptr[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=counts[:, None], other=0)
+    offs_group = FIRST // GROUP + tl.arange(0, groups)
+    scales = ue8m0_to_float(tl.load(scale_ptr[:, None] + offs_group[None, :], mask=counts[:, None], other=0))
+    values = tl.reshape(e4m3_to_float(codes), (ROWS, groups, GROUP)) * tl.reshape(scales, (ROWS, groups, 1))
+    return tl.reshape(values, (ROWS, WIDTH))
+
+
+@triton.jit
+def load_rope(data_ptr, counts):
+    """bfloat16 [rows, 64]: the rotary dimensions; 0 if not counted."""
+    rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.bfloat16))
+    return tl.load(rope_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=counts[:, None], other=0.0)
