@@ -19,3 +19,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not ACTIVE and HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="runs in the process that tests/kernels/test_interpreter.py starts"))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the checks that a card shares run."""
+    return "cpu"

@@ -11,8 +11,55 @@ from ...cache_layout import ENGRAM_DIM, ENGRAM_SCALES
 from ...errors import ContractError
 from ...testing.inputs import integers
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import Launch, tl, triton, unavailable
+from ..quantization.triton_codec import e4m3_to_float, ue8m0_to_float
+from ..registry import EXACT, Case, Implementation, Op
 from .reference import engram_lookup_ref
+
+_ROWS, _WARPS = 8, 4
+
+
+@triton.jit(do_not_specialize=["first_row", "end_row", "count"])
+def _engram_lookup_kernel(
+    table_ptr, scales_ptr, rows_ptr, out_ptr, stride_rows_tok, stride_rows_col, first_row, end_row, count,
+    COLUMNS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_ptr = rows_ptr + at // COLUMNS * stride_rows_tok + at % COLUMNS * stride_rows_col
+    row = tl.load(row_ptr, at < count, other=-1).to(tl.int64)
+    own = (at < count) & (row >= first_row) & (row < end_row)
+    local = tl.where(own, row - first_row, 0)[:, None]
+    d, group = tl.arange(0, DIM)[None, :], tl.arange(0, GROUPS)[None, :]
+    codes = tl.load(table_ptr + local * DIM + d, own[:, None], other=0)
+    scale = ue8m0_to_float(tl.load(scales_ptr + local * GROUPS + group, own[:, None], other=0))
+    values = tl.reshape(e4m3_to_float(codes), (ROWS, GROUPS, DIM // GROUPS)) * scale[:, :, None]
+    out = tl.reshape(values, (ROWS, DIM)).to(tl.bfloat16)
+    tl.store(out_ptr + at[:, None] * DIM + d, out, (at < count)[:, None])
+
+
+def _engram_lookup_triton(table, scales, rows, first_row, end_row):
+    out = torch.empty(*rows.shape, ENGRAM_DIM, dtype=torch.bfloat16, device=rows.device)
+    count = rows.numel()
+    if count:
+        _engram_lookup_kernel[(triton.cdiv(count, _ROWS),)](
+            table, scales, rows, out, rows.stride(0), rows.stride(1), first_row, end_row, count,
+            COLUMNS=rows.shape[1], DIM=ENGRAM_DIM, GROUPS=ENGRAM_SCALES, ROWS=_ROWS, num_warps=_WARPS,
+        )
+    return out
+
+
+COMPILES = tuple(
+    Launch(
+        _engram_lookup_kernel,
+        {
+            "table_ptr": "*u8:16", "scales_ptr": "*u8:16", "rows_ptr": f"*{integer}:16", "out_ptr": "*bf16:16",
+            "stride_rows_tok": "i32", "stride_rows_col": "i32", "first_row": "i32", "end_row": "i32", "count": "i32",
+        },
+        {"COLUMNS": 24, "DIM": ENGRAM_DIM, "GROUPS": ENGRAM_SCALES, "ROWS": _ROWS},
+        num_warps=_WARPS,
+    )
+    for integer in ("i32", "i64")
+)
 
 
 def engram_lookup(
@@ -76,6 +123,7 @@ OP = Op(
     ),
     outputs=(Arg("embedding", "T C 256", (torch.bfloat16,)),),
     reference=engram_lookup_ref,
+    implementations=(Implementation("triton", _engram_lookup_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"embedding": EXACT},
     cases=tuple(
         Case(f"t{t}_c{c}_r{r}", {"T": t, "C": c, "R": r}, _inputs)

@@ -11,7 +11,9 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import unavailable
+from ..registry import EXACT, Case, Implementation, Op
+from .candidate_topk_triton import candidate_blocks_triton, mask_to_candidates_triton, select_topk_triton
 from .reference import candidate_blocks_ref, mask_to_candidates_ref, select_topk_ref
 
 
@@ -139,6 +141,7 @@ CANDIDATE_BLOCKS = Op(
     inputs=(_SCORES, Arg("visible", "T", (torch.int32,))),
     outputs=(Arg("candidates", "T C", (torch.int32,)),),
     reference=candidate_blocks_ref,
+    implementations=(Implementation("triton", candidate_blocks_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"candidates": EXACT},
     cases=_cases(_block_inputs),
     bytes_moved=lambda s: s["T"] * (s["S"] + s["C"] + 1) * 4,
@@ -154,6 +157,7 @@ MASK_TO_CANDIDATES = Op(
     inputs=(_SCORES, Arg("candidates", "T C", (torch.int32,))),
     outputs=(Arg("scores", "T S", (torch.float32,)),),
     reference=mask_to_candidates_ref,
+    implementations=(Implementation("triton", mask_to_candidates_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"scores": EXACT},
     cases=_cases(_mask_inputs),
     bytes_moved=lambda s: s["T"] * (2 * s["S"] + s["C"]) * 4,
@@ -169,6 +173,7 @@ SELECT_TOPK = Op(
     inputs=(_SCORES,),
     outputs=(Arg("rows", "T K", (torch.int32,)),),
     reference=select_topk_ref,
+    implementations=(Implementation("triton", select_topk_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"rows": EXACT},
     cases=_cases(_topk_inputs),
     bytes_moved=lambda s: s["T"] * (s["S"] + s["K"]) * 4,

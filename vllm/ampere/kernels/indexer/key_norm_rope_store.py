@@ -11,8 +11,64 @@ from ...cache_layout import INDEX_KEY
 from ...errors import ContractError
 from ...testing.inputs import integers, normal, rope_table
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..quantization.triton_codec import ue8m0_to_float
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import key_norm_rope_store_ref
+from .rotate_quantize import rotate_quantize
+
+_ROWS, _WARPS = 4, 1
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _key_norm_rope_store_kernel(
+    k_ptr, positions_ptr, cos_sin_ptr, norm_weight_ptr, cache_ptr, slots_ptr,
+    stride_k_tok, stride_position, stride_cache_page, eps, rows,
+    P: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + row, row < rows, other=-1)
+    position = tl.load(positions_ptr + row, row < rows, other=0)
+    kept = (slot >= 0) & ((position + 1) % RATIO == 0)
+    d = tl.arange(0, 128)[None, :]
+    k = tl.load(k_ptr + row[:, None] * stride_k_tok + d, kept[:, None], other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(k * k, 1) / 128 + eps)
+    normed = k * inverse_rms[:, None] * tl.load(norm_weight_ptr + d).to(tl.float32)
+    normed = normed.to(tl.bfloat16).to(tl.float32)
+    first = position // RATIO * RATIO
+    codes, byte = rotate_quantize(normed, first, kept, cos_sin_ptr, stride_position, ROWS)
+    page_ptr = cache_ptr + slot // P * stride_cache_page
+    tl.store((page_ptr + slot % P * 128)[:, None] + d, codes, kept[:, None])
+    # Byte by byte, since a page may start at any byte.
+    lane = tl.arange(0, 4)[None, :]
+    scale = ue8m0_to_float(byte).to(tl.int32, bitcast=True)[:, None] >> (8 * lane)
+    tl.store((page_ptr + P * 128 + slot % P * 4)[:, None] + lane, scale.to(tl.uint8), kept[:, None])
+
+
+def _key_norm_rope_store_triton(k, positions, cos_sin, norm_weight, eps, cache, slots, ratio):
+    rows = slots.shape[0]
+    if rows:
+        _key_norm_rope_store_kernel[(triton.cdiv(rows, _ROWS),)](
+            k, positions, cos_sin, norm_weight, cache, slots,
+            k.stride(0), cos_sin.stride(0), cache.stride(0), eps, rows,
+            P=cache.shape[1], RATIO=ratio, ROWS=_ROWS, num_warps=_WARPS, enable_fp_fusion=False,
+        )
+
+
+COMPILES = tuple(
+    Launch(
+        _key_norm_rope_store_kernel,
+        {
+            "k_ptr": "*bf16:16", "positions_ptr": "*i64:16", "cos_sin_ptr": "*fp32:16", "norm_weight_ptr": "*bf16:16",
+            "cache_ptr": "*u8:16", "slots_ptr": "*i64:16", "stride_k_tok": "i32:16", "stride_position": "i32:16",
+            "stride_cache_page": "i32:16", "eps": "fp32", "rows": "i32",
+        },
+        {"P": 64, "RATIO": ratio, "ROWS": _ROWS},
+        num_warps=_WARPS,
+        fp_fusion=False,
+    )
+    for ratio in (1, 2)
+)
 
 
 def key_norm_rope_store(
@@ -93,6 +149,7 @@ OP = Op(
     ),
     outputs=(),
     reference=key_norm_rope_store_ref,
+    implementations=(Implementation("triton", _key_norm_rope_store_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"cache": Tolerance(2e-3, 0.3)},
     cases=tuple(
         Case(f"t{t}_p{p}_r{r}", {"T": t, "P": p, "M": 4096, "ratio": r}, _inputs)

@@ -9,8 +9,62 @@ import torch
 
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import mqa_logits_ref
+from .score_tile import head_block, load_queries, load_weights, score_tile
+
+_KEYS, _WARPS, _STAGES = 64, 4, 2
+
+
+@triton.jit(do_not_specialize=["width"])
+def _mqa_logits_kernel(
+    q_ptr, weights_ptr, keys_ptr, scales_ptr, starts_ptr, ends_ptr, out_ptr,
+    stride_weights_row, stride_key, stride_out_row, width,
+    N: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    count = tl.load(ends_ptr + row) - start
+    column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    score = tl.full([KEYS], float("-inf"), tl.float32)
+    if tl.program_id(1) * KEYS < count:
+        q = load_queries(q_ptr, row, N, HEADS)
+        weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
+        key = (start + column).to(tl.int64)
+        seen = column < count
+        codes = tl.load(keys_ptr + key[:, None] * stride_key + tl.arange(0, 128)[None, :], seen[:, None], other=0)
+        scale = tl.load(scales_ptr + key, seen, other=0.0)
+        score = tl.where(seen, score_tile(q, weights, codes, scale), score)
+    tl.store(out_ptr + row * stride_out_row + column, score, column < width)
+
+
+def _mqa_logits_triton(q, weights, keys, key_scales, starts, ends, width):
+    tokens, heads = weights.shape
+    out = weights.new_empty(tokens, width)
+    if out.numel():
+        _mqa_logits_kernel[(tokens, triton.cdiv(width, _KEYS))](
+            q.view(torch.uint8), weights, keys.view(torch.uint8), key_scales, starts, ends, out,
+            weights.stride(0), keys.stride(0), out.stride(0), width,
+            N=heads, HEADS=head_block(heads), KEYS=_KEYS, num_warps=_WARPS, num_stages=_STAGES,
+        )
+    return out
+
+
+COMPILES = tuple(
+    Launch(
+        _mqa_logits_kernel,
+        {
+            "q_ptr": "*u8:16", "weights_ptr": "*fp32:16", "keys_ptr": "*u8:16", "scales_ptr": "*fp32:16",
+            "starts_ptr": "*i32:16", "ends_ptr": "*i32:16", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
+            "stride_key": "i32:16", "stride_out_row": "i32:16", "width": "i32",
+        },
+        {"N": heads, "HEADS": head_block(heads), "KEYS": _KEYS},
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    for heads in (32, 8)
+)
 
 
 def mqa_logits(
@@ -80,6 +134,7 @@ OP = Op(
     ),
     outputs=(Arg("logits", "M W", (torch.float32,)),),
     reference=mqa_logits_ref,
+    implementations=(Implementation("triton", _mqa_logits_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"logits": Tolerance(1e-5, 1e-4)},
     cases=tuple(
         Case(f"m{m}_n{n}_s{s}", {"M": m, "N": n, "S": s}, _inputs)

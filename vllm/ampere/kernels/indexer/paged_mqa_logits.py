@@ -11,8 +11,76 @@ import torch
 from ...cache_layout import INDEX_KEY
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import paged_mqa_logits_ref
+from .score_tile import head_block, load_queries, load_weights, score_tile
+
+_KEYS, _WARPS, _STAGES = 64, 4, 2
+# Programs that the launcher aims at: some for each processor, whatever `width` is. Each walks over key tiles.
+_PROGRAMS = 1024
+
+
+@triton.jit(do_not_specialize=["width"])
+def _paged_mqa_logits_kernel(
+    q_ptr, weights_ptr, cache_ptr, table_ptr, request_ptr, visible_ptr, out_ptr,
+    stride_weights_row, stride_cache_page, stride_table_row, stride_out_row, width,
+    N: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(1) * KEYS
+    start = tl.program_id(1) * KEYS
+    visible = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), width)
+    request = tl.load(request_ptr + row).to(tl.int64)
+    q = load_queries(q_ptr, row, N, HEADS)
+    weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
+    out_ptr += row * stride_out_row
+    for base in range(start, visible, step):
+        key = base + tl.arange(0, KEYS)
+        seen = key < visible
+        page = tl.load(table_ptr + request * stride_table_row + key // P, seen, other=0).to(tl.int64)
+        page_ptr = cache_ptr + page * stride_cache_page
+        code_ptr = page_ptr + key % P * 128
+        codes = tl.load(code_ptr[:, None] + tl.arange(0, 128)[None, :], seen[:, None], other=0)
+        # Byte by byte, since a page may start at any byte.
+        scale_ptr = page_ptr + P * 128 + key % P * 4
+        byte = tl.arange(0, 4)
+        scale = tl.load(scale_ptr[:, None] + byte[None, :], seen[:, None], other=0).to(tl.int32) << (8 * byte)[None, :]
+        score = score_tile(q, weights, codes, tl.sum(scale, 1).to(tl.float32, bitcast=True))
+        tl.store(out_ptr + key, tl.where(seen, score, float("-inf")), key < width)
+    unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
+    for base in range(unseen, width, step):
+        key = base + tl.arange(0, KEYS)
+        tl.store(out_ptr + key, tl.full([KEYS], float("-inf"), tl.float32), key < width)
+
+
+def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width):
+    tokens, heads = weights.shape
+    out = weights.new_empty(tokens, width)
+    if out.numel():
+        programs = min(triton.cdiv(width, _KEYS), max(1, _PROGRAMS // tokens))
+        _paged_mqa_logits_kernel[(tokens, programs)](
+            q.view(torch.uint8), weights, cache, block_table, request, visible, out,
+            weights.stride(0), cache.stride(0), block_table.stride(0), out.stride(0), width,
+            N=heads, P=cache.shape[1], HEADS=head_block(heads), KEYS=_KEYS, num_warps=_WARPS, num_stages=_STAGES,
+        )
+    return out
+
+
+COMPILES = tuple(
+    Launch(
+        _paged_mqa_logits_kernel,
+        {
+            "q_ptr": "*u8:16", "weights_ptr": "*fp32:16", "cache_ptr": "*u8:16", "table_ptr": "*i32:16",
+            "request_ptr": "*i32:16", "visible_ptr": "*i32:16", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
+            "stride_cache_page": "i32:16", "stride_table_row": "i32:16", "stride_out_row": "i32:16", "width": "i32",
+        },
+        {"N": heads, "P": page, "HEADS": head_block(heads), "KEYS": _KEYS},
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    for heads, page in ((32, 64), (32, 128), (8, 64))
+)
 
 
 def paged_mqa_logits(
@@ -90,6 +158,7 @@ OP = Op(
     ),
     outputs=(Arg("logits", "T W", (torch.float32,)),),
     reference=paged_mqa_logits_ref,
+    implementations=(Implementation("triton", _paged_mqa_logits_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"logits": Tolerance(1e-5, 1e-4)},
     cases=tuple(
         Case(f"t{t}_n{n}_r{r}_p{p}_s{s}", {"T": t, "N": n, "R": r, "P": p, "S": s}, _inputs)

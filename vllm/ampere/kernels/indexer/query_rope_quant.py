@@ -9,8 +9,60 @@ import torch
 
 from ...testing.inputs import integers, normal, rope_table
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..quantization.triton_codec import ue8m0_to_float
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import query_rope_quant_ref
+from .rotate_quantize import rotate_quantize
+
+_ROWS, _WARPS = 8, 2
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _query_rope_quant_kernel(
+    q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, codes_ptr, scaled_ptr,
+    stride_q_tok, stride_q_head, stride_position, stride_weights_tok, softmax_scale, head_scale, rows,
+    N: tl.constexpr, ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    token, head = row // N, row % N
+    d = tl.arange(0, 128)[None, :]
+    q = tl.load(q_ptr + (token * stride_q_tok + head * stride_q_head)[:, None] + d, live[:, None], other=0.0)
+    position = tl.load(positions_ptr + token, live, other=0)
+    codes, byte = rotate_quantize(q.to(tl.float32), position, live, cos_sin_ptr, stride_position, ROWS)
+    tl.store(codes_ptr + row[:, None] * 128 + d, codes, live[:, None])
+    weight = tl.load(weights_ptr + token * stride_weights_tok + head, live, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + row, weight * ue8m0_to_float(byte) * softmax_scale * head_scale, live)
+
+
+def _query_rope_quant_triton(q, positions, cos_sin, weights, softmax_scale, head_scale):
+    codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    scaled = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+    rows = weights.numel()
+    if rows:
+        _query_rope_quant_kernel[(triton.cdiv(rows, _ROWS),)](
+            q, positions, cos_sin, weights, codes.view(torch.uint8), scaled,
+            q.stride(0), q.stride(1), cos_sin.stride(0), weights.stride(0), softmax_scale, head_scale, rows,
+            N=q.shape[1], ROWS=_ROWS, num_warps=_WARPS, enable_fp_fusion=False,
+        )
+    return codes, scaled
+
+
+COMPILES = (
+    Launch(
+        _query_rope_quant_kernel,
+        {
+            "q_ptr": "*bf16:16", "positions_ptr": "*i64:16", "cos_sin_ptr": "*fp32:16", "weights_ptr": "*bf16:16",
+            "codes_ptr": "*u8:16", "scaled_ptr": "*fp32:16", "stride_q_tok": "i32:16", "stride_q_head": "i32:16",
+            "stride_position": "i32:16", "stride_weights_tok": "i32:16", "softmax_scale": "fp32",
+            "head_scale": "fp32", "rows": "i32",
+        },
+        {"N": 32, "ROWS": _ROWS},
+        num_warps=_WARPS,
+        fp_fusion=False,
+    ),
+)
 
 
 def query_rope_quant(
@@ -73,6 +125,7 @@ OP = Op(
     ),
     outputs=(Arg("codes", "T N 128", (torch.float8_e4m3fn,)), Arg("weights", "T N", (torch.float32,))),
     reference=query_rope_quant_ref,
+    implementations=(Implementation("triton", _query_rope_quant_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"codes": Tolerance(2e-3, 0.3), "weights": Tolerance(1e-6, 1e-5)},
     cases=tuple(
         Case(f"t{t}_n{n}", {"T": t, "N": n, "M": 4096}, _inputs) for t, n in ((0, 8), (1, 32), (6, 32), (129, 8))

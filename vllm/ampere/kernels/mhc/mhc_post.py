@@ -9,8 +9,90 @@ import torch
 
 from ...testing.inputs import normal
 from ..contracts import Arg
-from ..registry import Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import Case, Implementation, Op, Tolerance
 from .reference import mhc_collapse_ref, mhc_post_ref
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def _mhc_post_kernel(
+    y_ptr, streams_ptr, post_ptr, comb_ptr, out_ptr,
+    stride_y_tok, stride_streams_tok, stride_streams, stride_post_tok, stride_post, stride_comb_tok, stride_comb,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):
+    token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x_ptr = streams_ptr + token * stride_streams_tok + d
+    y = tl.load(y_ptr + token * stride_y_tok + d, d < D, other=0.0).to(tl.float32)
+    x0 = tl.load(x_ptr, d < D, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr + stride_streams, d < D, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + 2 * stride_streams, d < D, other=0.0).to(tl.float32)
+    x3 = tl.load(x_ptr + 3 * stride_streams, d < D, other=0.0).to(tl.float32)
+    for k in tl.static_range(4):
+        comb = comb_ptr + token * stride_comb_tok + k
+        mixed = tl.load(comb) * x0 + tl.load(comb + stride_comb) * x1
+        mixed += tl.load(comb + 2 * stride_comb) * x2
+        mixed += tl.load(comb + 3 * stride_comb) * x3
+        mixed += tl.load(post_ptr + token * stride_post_tok + k * stride_post) * y
+        tl.store(out_ptr + (token * 4 + k) * D + d, mixed.to(tl.bfloat16), d < D)
+
+
+def _mhc_post_triton(y, streams, post, comb):
+    tokens, dim = y.shape
+    out = torch.empty(streams.shape, dtype=streams.dtype, device=y.device)
+    if tokens:
+        _mhc_post_kernel[(tokens, triton.cdiv(dim, _BLOCK))](
+            y, streams, post, comb, out, y.stride(0), streams.stride(0), streams.stride(1),
+            post.stride(0), post.stride(1), comb.stride(0), comb.stride(1), D=dim, BLOCK=_BLOCK, num_warps=_WARPS,
+        )
+    return out
+
+
+@triton.jit
+def _mhc_collapse_kernel(
+    streams_ptr, mix_ptr, out_ptr, stride_streams_tok, stride_streams, stride_mix_tok,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):
+    token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(4):
+        x = tl.load(streams_ptr + token * stride_streams_tok + j * stride_streams + d, d < D, other=0.0)
+        total += tl.load(mix_ptr + token * stride_mix_tok + j) * x.to(tl.float32)
+    tl.store(out_ptr + token * D + d, total.to(tl.bfloat16), d < D)
+
+
+def _mhc_collapse_triton(streams, mix):
+    tokens, _, dim = streams.shape
+    out = torch.empty(tokens, dim, dtype=streams.dtype, device=streams.device)
+    if tokens:
+        _mhc_collapse_kernel[(tokens, triton.cdiv(dim, _BLOCK))](
+            streams, mix, out, streams.stride(0), streams.stride(1), mix.stride(0),
+            D=dim, BLOCK=_BLOCK, num_warps=_WARPS,
+        )
+    return out
+
+
+_STREAMS = {
+    "streams_ptr": "*bf16:16", "stride_streams_tok": "i32:16", "stride_streams": "i32:16", "out_ptr": "*bf16:16",
+}
+COMPILES = (
+    Launch(
+        _mhc_post_kernel,
+        _STREAMS | {
+            "y_ptr": "*bf16:16", "post_ptr": "*fp32:16", "comb_ptr": "*fp32:16", "stride_y_tok": "i32:16",
+            "stride_post_tok": "i32", "stride_post": "i32", "stride_comb_tok": "i32:16", "stride_comb": "i32",
+        },
+        {"D": 5120, "BLOCK": _BLOCK},
+        num_warps=_WARPS,
+    ),
+    Launch(
+        _mhc_collapse_kernel,
+        _STREAMS | {"mix_ptr": "*fp32:16", "stride_mix_tok": "i32"},
+        {"D": 5120, "BLOCK": _BLOCK},
+        num_warps=_WARPS,
+    ),
+)
 
 
 def mhc_post(
@@ -95,6 +177,7 @@ MHC_POST = Op(
     inputs=POST_INPUTS,
     outputs=(Arg("streams", "T 4 D", BF16),),
     reference=mhc_post_ref,
+    implementations=(Implementation("triton", _mhc_post_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"streams": ROUNDED_ONCE},
     cases=tuple(Case(f"t{t}_d{d}", {"T": t, "D": d}, post_inputs) for t, d in _SIZES),
     bytes_moved=lambda s: s["T"] * (s["D"] * 18 + 80),
@@ -110,6 +193,7 @@ MHC_COLLAPSE = Op(
     inputs=(Arg("streams", "T 4 D", BF16), Arg("mix", "T 4", FP32)),
     outputs=(Arg("collapsed", "T D", BF16),),
     reference=mhc_collapse_ref,
+    implementations=(Implementation("triton", _mhc_collapse_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"collapsed": ROUNDED_ONCE},
     cases=tuple(Case(f"t{t}_d{d}", {"T": t, "D": d}, _collapse_inputs) for t, d in _SIZES),
     bytes_moved=lambda s: s["T"] * (s["D"] * 10 + 16),

@@ -9,8 +9,123 @@ import torch
 
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op, Tolerance
+from ..launch import Launch, tl, triton, unavailable
+from ..order_key import BELOW_ALL, order_key
+from ..registry import EXACT, Case, Implementation, Op, Tolerance
 from .reference import markov_sampler_ref
+
+_VOCAB, _REQUESTS, _WARPS = 64, 16, 4
+_TILES = 2048
+_NONE = tl.constexpr(BELOW_ALL)
+_FAR = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["last_ptr", "stride_last_req", "requests", "tiles", "step"])
+def _step_scores_kernel(
+    base_ptr, embed_ptr, head_ptr, last_ptr, temperature_ptr, gumbel_ptr, logits_ptr, best_key_ptr, best_token_ptr,
+    stride_base_req, stride_base_step, stride_embed, stride_head, stride_last_req, stride_gumbel_req,
+    stride_gumbel_step, requests, tiles, step,
+    V: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, GUMBEL: tl.constexpr, VOCAB: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """Logits of one step for a tile of the vocabulary, and the tile's best token of each request."""
+    tile = tl.program_id(0)
+    token = tile * VOCAB + tl.arange(0, VOCAB)
+    request = tl.program_id(1).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
+    f = tl.arange(0, RANK)
+    live = request < requests
+    last = tl.load(last_ptr + request * stride_last_req, live, other=0)
+    head_ptr += token.to(tl.int64)[:, None] * stride_head
+    head = tl.load(head_ptr + f[None, :], (token < V)[:, None] & (f < F)[None, :], other=0.0)
+    embed_ptr += last[None, :] * stride_embed
+    embed = tl.load(embed_ptr + f[:, None], (f < F)[:, None] & live[None, :], other=0.0)
+    inside = (token < V)[:, None] & live[None, :]
+    base = tl.load(
+        base_ptr + request[None, :] * stride_base_req + step * stride_base_step + token[:, None], inside, other=0.0
+    )
+    logits = base.to(tl.float32) + tl.dot(head, embed)
+    tl.store(logits_ptr + (request * 5 + step)[None, :] * V + token[:, None], logits, inside)
+    score = logits
+    if GUMBEL:
+        temperature = tl.load(temperature_ptr + request, live, other=0.0)[None, :]
+        noise = tl.load(
+            gumbel_ptr + request[None, :] * stride_gumbel_req + step * stride_gumbel_step + token[:, None],
+            inside & (temperature > 0), other=0.0,
+        )
+        divisor = tl.broadcast_to(tl.where(temperature > 0, temperature, 1.0), (VOCAB, REQUESTS))
+        score = tl.where(temperature > 0, tl.div_rn(logits, divisor) + noise, logits)
+    key = tl.where((token < V)[:, None], order_key(score), _NONE)
+    best = tl.max(key, 0)
+    first = tl.min(tl.where(key == best[None, :], token[:, None], _FAR), 0)
+    tl.store(best_key_ptr + request * tiles + tile, best, live)
+    tl.store(best_token_ptr + request * tiles + tile, first, live)
+
+
+@triton.jit(do_not_specialize=["tiles", "step"])
+def _step_token_kernel(best_key_ptr, best_token_ptr, tokens_ptr, tiles, step, TILES: tl.constexpr):
+    """The best token of one request over all tiles; of equal ones the lowest."""
+    request = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, TILES)
+    best = tl.full([TILES], _NONE, tl.int32)
+    token = tl.full([TILES], _FAR, tl.int32)
+    for base in range(0, tiles, TILES):
+        tile = base + offs
+        key = tl.load(best_key_ptr + request * tiles + tile, tile < tiles, other=_NONE)
+        here = tl.load(best_token_ptr + request * tiles + tile, tile < tiles, other=_FAR)
+        token = tl.where(key > best, here, token)
+        best = tl.maximum(key, best)
+    chosen = tl.min(tl.where(best == tl.max(best, 0), token, _FAR), 0)
+    tl.store(tokens_ptr + request * 5 + step, chosen.to(tl.int64))
+
+
+def _markov_sampler_triton(base_logits, embed, head, last_token, temperature, gumbel):
+    requests, steps, vocab = base_logits.shape
+    device, tiles = base_logits.device, triton.cdiv(vocab, _VOCAB)
+    tokens = torch.empty(requests, steps, dtype=torch.int64, device=device)
+    logits = torch.empty(requests, steps, vocab, dtype=torch.float32, device=device)
+    best_key, best_token = torch.empty(2, requests, tiles, dtype=torch.int32, device=device)
+    noise = base_logits if gumbel is None else gumbel
+    for step in range(steps if requests else 0):
+        last = tokens[:, step - 1] if step else last_token
+        _step_scores_kernel[(tiles, triton.cdiv(requests, _REQUESTS))](
+            base_logits, embed, head, last, temperature, noise, logits, best_key, best_token,
+            base_logits.stride(0), base_logits.stride(1), embed.stride(0), head.stride(0), last.stride(0),
+            noise.stride(0), noise.stride(1), requests, tiles, step,
+            V=vocab, F=embed.shape[1], RANK=max(16, triton.next_power_of_2(embed.shape[1])),
+            GUMBEL=gumbel is not None, VOCAB=_VOCAB, REQUESTS=_REQUESTS, num_warps=_WARPS, num_stages=1,
+        )
+        _step_token_kernel[(requests,)](best_key, best_token, tokens, tiles, step, TILES=_TILES, num_warps=_WARPS)
+    return tokens, logits
+
+
+COMPILES = (
+    *(
+        Launch(
+            _step_scores_kernel,
+            {
+                "base_ptr": f"*{dtype}:16", "embed_ptr": "*bf16:16", "head_ptr": "*bf16:16", "last_ptr": "*i64",
+                "temperature_ptr": "*fp32:16", "gumbel_ptr": "*fp32:16", "logits_ptr": "*fp32:16",
+                "best_key_ptr": "*i32:16", "best_token_ptr": "*i32", "stride_base_req": "i32:16",
+                "stride_base_step": "i32:16", "stride_embed": "i32:16", "stride_head": "i32:16",
+                "stride_last_req": "i32", "stride_gumbel_req": "i32:16", "stride_gumbel_step": "i32:16",
+                "requests": "i32", "tiles": "i32", "step": "i32",
+            },
+            {"V": 129280, "F": 256, "RANK": 256, "GUMBEL": gumbel, "VOCAB": _VOCAB, "REQUESTS": _REQUESTS},
+            num_warps=_WARPS,
+            num_stages=1,
+        )
+        for dtype, gumbel in (("bf16", False), ("bf16", True), ("fp32", True))
+    ),
+    Launch(
+        _step_token_kernel,
+        {
+            "best_key_ptr": "*i32:16", "best_token_ptr": "*i32", "tokens_ptr": "*i64:16", "tiles": "i32",
+            "step": "i32",
+        },
+        {"TILES": _TILES},
+        num_warps=_WARPS,
+    ),
+)
 
 
 def markov_sampler(
@@ -79,6 +194,7 @@ OP = Op(
     ),
     outputs=(Arg("tokens", "R 5", (torch.int64,)), Arg("logits", "R 5 V", (torch.float32,))),
     reference=markov_sampler_ref,
+    implementations=(Implementation("triton", _markov_sampler_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"tokens": EXACT, "logits": Tolerance(1e-5, 1e-4)},
     cases=tuple(
         Case(
