@@ -38,10 +38,10 @@ COLUMNS = {
 def register(commands) -> None:
     """Add the command to a subparser collection."""
     parser = commands.add_parser("plan", help="which layouts fit a box of cards", description=__doc__)
-    parser.add_argument("--model", metavar="DIR", help="a checkpoint; its headers are read (default: the released V4.1)")
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint, read from its headers (default: the release)")
     box = parser.add_mutually_exclusive_group()
     box.add_argument("--preset", metavar="NAME", help="a box, a layout and how to serve on it, by name")
-    box.add_argument("--gpus", metavar="8x80", help="cards x GiB, or nodes x cards x GiB (default: those of this machine)")
+    box.add_argument("--gpus", metavar="8x80", help="cards x GiB, or nodes x cards x GiB (default: this machine's)")
     box.add_argument("--inventory", metavar="FILE", help="the box as JSON")
     parser.add_argument("--link", choices=("pcie", "nvlink"), help="what joins the cards of --gpus (default: pcie)")
     parser.add_argument("--partition", metavar="20,20", help="one layout only: the layers of each pipeline stage")
@@ -53,7 +53,8 @@ def register(commands) -> None:
     parser.add_argument("--no-images", action="store_true", help="without the vision tower")
     parser.add_argument("--all", action="store_true", help="every layout, with the reason where it is refused")
     box.add_argument("--presets", action="store_true", help="every preset, planned")
-    parser.add_argument("--format", choices=("table", "json", "args"), default="table", help="how to print (default: table)")
+    formats = ("table", "json", "args")
+    parser.add_argument("--format", choices=formats, default="table", help="how to print (default: table)")
     parser.set_defaults(run=_run)
 
 
@@ -61,14 +62,15 @@ def _run(arguments: Namespace, console: Console) -> int:
     try:
         import pydantic  # noqa: F401
     except ImportError as error:
-        raise AmpereError("the planner needs the package pydantic, which is not installed", "install vLLM, or pydantic") from error
+        hint = "install vLLM, which brings it, or pydantic alone"
+        raise AmpereError("the planner needs the package pydantic, which is not installed", hint) from error
     from ..planner import presets, search
     from ..planner.plan import make_plan
 
     if console.format == "args" and (arguments.all or arguments.presets):
-        raise UsageError("--format args prints one layout, not a list", "leave out --all and --presets, or --format args")
-    table = _table(arguments)
+        raise UsageError("--format args prints one layout, not a list", "leave out --all and --presets")
     if arguments.presets:
+        table = _table(arguments)
         named = {name: presets.load(name) for name in presets.names()}
         plans = {
             name: make_plan(table, each.inventory, each.layout, each.serving.model_copy(update=_serving(arguments)))
@@ -76,6 +78,7 @@ def _run(arguments: Namespace, console: Console) -> int:
         }
         return _list(list(plans.values()), console, list(plans))
     inventory, layout, serving = _asked(arguments)
+    table = _table(arguments)
     if arguments.all:
         return _list(search.search(table, inventory, serving), console)
     plan = make_plan(table, inventory, layout, serving) if layout else search.search(table, inventory, serving)[0]
@@ -115,7 +118,7 @@ def _asked(arguments: Namespace) -> "tuple[Inventory, Layout | None, Serving]":
     if arguments.partition:
         layout = _layout(arguments, box)
     elif arguments.expert_parallel:
-        raise UsageError("--expert-parallel goes with --partition", "write --partition 20,20 --expert-parallel, or --all")
+        raise UsageError("--expert-parallel goes with --partition", "write --partition 20,20 --expert-parallel")
     return box, layout, serving.model_copy(update=_serving(arguments))
 
 
@@ -123,11 +126,12 @@ def _layout(arguments: Namespace, box: "Inventory") -> "Layout":
     from ..planner.plan import Layout
 
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.partition):
-        raise UsageError(f"--partition {arguments.partition!r} is no list of layers", "write the layers of each stage: 20,20")
+        hint = "write the layers of each stage: 20,20"
+        raise UsageError(f"--partition {arguments.partition!r} is no list of layers", hint)
     partition = tuple(map(int, arguments.partition.split(",")))
     if box.total % len(partition):
         raise UsageError(
-            f"{box.total} cards cannot be dealt out over {len(partition)} stages", "give a partition whose stages divide the cards"
+            f"{box.total} cards cannot be dealt out over {len(partition)} stages", "the stages must divide the cards"
         )
     return Layout(tensor=box.total // len(partition), partition=partition, expert_parallel=arguments.expert_parallel)
 
@@ -151,8 +155,8 @@ def _tokens(name: str, word: str) -> int:
 
 def _list(plans: "list[Plan]", console: Console, names: list[str] | None = None) -> int:
     if console.format == "json":
-        named = zip(names or (), plans)
-        console.document({name: plan.document() for name, plan in named} if names else [plan.document() for plan in plans])
+        documents = [plan.document() for plan in plans]
+        console.document(dict(zip(names, documents)) if names else documents)
     else:
         rows = [_row(plan) for plan in plans]
         for name, row in zip(names or (), rows):
@@ -179,8 +183,14 @@ def _row(plan: "Plan") -> dict[str, Any]:
         "host": " ".join(f"{pinned / _GIB:.0f}" for pinned in plan.host_bytes) or "-",
         "cut": " ".join(str(stage.crossing_bytes) for stage in plan.stages[:-1]) or "-",
         "step": f"{plan.step.total:.1f}" if plan.step else "-",
-        "verdict": "; ".join(plan.refusals or ("ok", *plan.warnings)),
+        "verdict": _verdict(plan),
     }
+
+
+def _verdict(plan: "Plan") -> str:
+    if plan.missing_bytes:
+        return f"lacks {plan.missing_bytes / _GIB:.2f} GiB a card"
+    return "; ".join(plan.refusals or ("ok", *plan.warnings))
 
 
 def _one(table: "WeightTable", plan: "Plan", console: Console) -> int:
@@ -191,8 +201,8 @@ def _one(table: "WeightTable", plan: "Plan", console: Console) -> int:
     elif console.format == "args" and plan.refusals:
         pass
     elif console.format == "args":
-        console.text(" ".join([*(f"{name}={value}" for name, value in plan.environment().items()), "vllm", "serve", "MODEL",
-                               shlex.join(plan.arguments())]))
+        environment = [f"{name}={value}" for name, value in plan.environment().items()]
+        console.text(" ".join([*environment, shlex.join(["vllm", "serve", "MODEL", *plan.arguments()])]))
     else:
         _show(plan, console)
     for line in plan.warnings:
@@ -208,8 +218,8 @@ def _one(table: "WeightTable", plan: "Plan", console: Console) -> int:
 
 
 def _show(plan: "Plan", console: Console) -> None:
-    console.text(f"{plan.layout} on {plan.inventory.total} cards of {plan.inventory.card_gib:g} GiB, layers "
-                 f"{','.join(map(str, plan.layout.partition))}")
+    layers = ",".join(map(str, plan.layout.partition))
+    console.text(f"{plan.layout} on {plan.inventory.total} cards of {plan.inventory.card_gib:g} GiB, layers {layers}")
     if not plan.stages:
         return
     rows: list[dict[str, Any]] = []
@@ -219,19 +229,20 @@ def _show(plan: "Plan", console: Console) -> None:
             row[f"stage {number}"] = value(stage)
         rows.append(row)
     console.table(rows, ("GiB a card", *(f"stage {number}" for number in range(len(plan.stages)))))
-    step = plan.step
-    console.table(
-        [
-            {"what": "KV cache", "value": f"{plan.capacity_tokens:,} tokens, {plan.concurrency:.2f} requests of "
-                                          f"{plan.serving.context:,}; longest request {plan.longest_context:,}"},
-            {"what": "host memory", "value": ", ".join(f"node {node}: {pinned / _GIB:.1f} GiB pinned"
-                                                       for node, pinned in enumerate(plan.host_bytes))},
-            {"what": "decode step", "value": f"{step.total:.1f} ms for one request: launches {step.launches:.1f}, weights "
-                                             f"{step.weights:.1f}, reductions {step.reductions:.2f}, hops {step.hops:.3f}"},
-            {"what": "a tensor group meets over", "value": step.group or "one card"},
-        ],
-        ("what", "value"),
-    )
+    step, context = plan.step, plan.serving.context
+    pinned = zip(plan.host_bytes, plan.host_rounded_bytes)
+    facts = {
+        "KV cache": f"{plan.capacity_tokens:,} tokens, {plan.concurrency:.2f} requests of {context:,}; "
+                    f"longest request {plan.longest_context:,}",
+        "pinned on hosts": ", ".join(
+            f"node {node}: {held / _GIB:.1f} GiB ({rounded / _GIB:.1f} without use_thp)"
+            for node, (held, rounded) in enumerate(pinned)
+        ),
+        "decode step": f"{step.total:.1f} ms for one request: launches {step.launches:.1f}, "
+                       f"weights {step.weights:.1f}, reductions {step.reductions:.2f}, hops {step.hops:.3f}",
+        "a tensor group meets over": step.group or "one card",
+    }
+    console.table([{"what": what, "value": value} for what, value in facts.items()], ("what", "value"))
 
 
 def _lines(first: "StagePlan"):

@@ -37,7 +37,7 @@ class Link(BaseModel):
         gb_s: bandwidth one way, GB/s.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     latency_us: Annotated[float, Field(gt=0)]
     gb_s: Annotated[float, Field(gt=0)]
@@ -66,12 +66,12 @@ class Inventory(BaseModel):
         links: measured links that replace the defaults.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     nodes: Annotated[int, Field(ge=1)] = 1
     cards: Annotated[int, Field(ge=1)]
     card_gib: Annotated[float, Field(gt=0)]
-    link: Annotated[LinkKind, Field()] = LinkKind.PCIE
+    link: LinkKind = LinkKind.PCIE
     island: Annotated[int, Field(ge=1)] = 4
     card_gb_s: Annotated[float, Field(gt=0)] | None = None
     host_gib: Annotated[float, Field(gt=0)] | None = None
@@ -119,7 +119,8 @@ def parse(shape: str, link: str = LinkKind.PCIE) -> Inventory:
     if not match:
         raise UsageError(f"{shape!r} is no set of cards", _SHAPE_HINT)
     nodes, cards, gib = match.groups()
-    return _checked({"nodes": int(nodes or 1), "cards": int(cards), "card_gib": float(gib), "link": link}, shape, _SHAPE_HINT)
+    fields = {"nodes": int(nodes or 1), "cards": int(cards), "card_gib": float(gib), "link": link}
+    return _checked(fields, shape, _SHAPE_HINT)
 
 
 def load(path: Path) -> Inventory:
@@ -128,21 +129,14 @@ def load(path: Path) -> Inventory:
     Raises:
         UsageError: no such file, no JSON, or a wrong field.
     """
-    return _checked(json_object(path), str(path), f"the fields are {', '.join(Inventory.model_fields)}")
-
-
-def json_object(path: Path) -> Any:
-    """A JSON file's content.
-
-    Raises:
-        UsageError: it cannot be read, or is no JSON.
-    """
+    example = 'give a JSON object, as {"cards": 8, "card_gib": 80}'
     try:
-        return json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "give a JSON file") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", example) from error
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}", "give a JSON object, as {\"cards\": 8, \"card_gib\": 80}") from error
+        raise UsageError(f"{path} is not JSON: {error}", example) from error
+    return _checked(values, str(path), f"the fields are {', '.join(Inventory.model_fields)}")
 
 
 def detect() -> Inventory:
@@ -187,11 +181,5 @@ def _checked(values: Any, where: str, hint: str) -> Inventory:
     try:
         return Inventory.model_validate(values)
     except ValidationError as error:
-        raise UsageError(f"{where}: {first_fault(error)}", hint) from error
-
-
-def first_fault(error: ValidationError) -> str:
-    """The first of pydantic's complaints, on one line."""
-    fault = error.errors()[0]
-    field = ".".join(map(str, fault["loc"]))
-    return f"{field}: {fault['msg']}" if field else fault["msg"]
+        fault = error.errors()[0]
+        raise UsageError(": ".join([where, *map(str, fault["loc"]), fault["msg"]]), hint) from error

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Card memory besides weights and KV cache: what a server allocates to run a step.
 
-Buffers whose shape the engine fixes are counted from it. CUDA context, NCCL and captured graphs cannot be:
+Buffers whose shape the engine fixes are counted from it; `activations` is an estimate of what is alive at once. CUDA context, NCCL and captured graphs cannot be:
 they are inputs of `Serving`, with defaults that a measurement should replace.
 """
 
@@ -66,7 +66,9 @@ class Serving(BaseModel):
         return min(self.requests * (1 + self.draft_tokens), self.batched_tokens)
 
 
-def workspace_bytes(spec: ModelSpec, stage: Stage, tensor: int, expert_parallel: bool, serving: Serving) -> dict[str, int]:
+def workspace_bytes(
+    spec: ModelSpec, stage: Stage, tensor: int, expert_parallel: bool, serving: Serving
+) -> dict[str, int]:
     """Bytes of each workspace on each rank of a stage.
 
     Keys:

@@ -60,11 +60,10 @@ def cut_refusal(spec: ModelSpec, start: int) -> str:
         ]
         if needs:
             line = f"a stage cannot start at layer {start}: layer {layer.index} needs the {' and the '.join(needs)}"
-            if start > spec.kv_source_layer_ids[-1]:
-                line += (
-                    f"; cuts inside layers {spec.kv_source_layer_ids[-1]}-{spec.num_hidden_layers - 1} wait for the relay, "
-                    "which will carry these to the next stage"
-                )
+            source = spec.kv_source_layer_ids[-1]
+            if start > source:
+                inside = f"{source}-{spec.num_hidden_layers - 1}"
+                line += f"; cuts inside layers {inside} wait for the relay, which will carry them"
             return line
     return ""
 

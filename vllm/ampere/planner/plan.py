@@ -78,7 +78,7 @@ class Plan:
         stages: a card of each stage; empty where the layout itself is impossible.
         refusals: why it cannot run, one line each; empty where it can.
         warnings: what will hurt.
-        host_bytes: pinned host memory of each node.
+        host_bytes: pinned host memory of each node; `host_rounded_bytes` is the same without huge pages.
         blocks, capacity_tokens, concurrency, longest_context: of the cache; the stage with the fewest blocks decides.
         step: time of a decode step of one request.
     """
@@ -90,6 +90,7 @@ class Plan:
     refusals: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     host_bytes: tuple[int, ...] = ()
+    host_rounded_bytes: tuple[int, ...] = ()
     blocks: int = 0
     capacity_tokens: int = 0
     concurrency: float = 0.0
@@ -123,6 +124,7 @@ class Plan:
                 for each in self.stages
             ],
             "host_bytes": list(self.host_bytes),
+            "host_rounded_bytes": list(self.host_rounded_bytes),
             "kv": {
                 "blocks": self.blocks,
                 "capacity_tokens": self.capacity_tokens,
@@ -178,13 +180,13 @@ def make_plan(table: WeightTable, inventory: Inventory, layout: Layout, serving:
     kv = KvBlocks(spec, cut, serving.draft_tokens, (len(cut) + 1) * serving.batched_tokens)
     planned = tuple(_stage(table, inventory, layout, serving, kv, stage) for stage in cut)
     blocks = min(each.blocks for each in planned)
-    host = _hosts(spec, inventory, layout, serving, cut)
+    host, rounded = (_hosts(spec, inventory, layout, pages, cut) for pages in (serving.huge_pages, False))
     step = decode_step(
         spec, cut, [each.weights for each in planned], inventory, layout.tensor, layout.expert_parallel,
         1 + serving.draft_tokens, bool(serving.draft_tokens),
     )
     plan = Plan(
-        layout, inventory, serving, planned, (), (), host, blocks,
+        layout, inventory, serving, planned, (), (), host, rounded, blocks,
         kv.capacity_tokens(blocks, serving.context), kv.concurrency(blocks, serving.context),
         kv.longest_context(blocks), step,
     )
@@ -238,13 +240,13 @@ def _stage(
 
 
 def _hosts(
-    spec: ModelSpec, inventory: Inventory, layout: Layout, serving: Serving, cut: tuple[Stage, ...]
+    spec: ModelSpec, inventory: Inventory, layout: Layout, huge_pages: bool, cut: tuple[Stage, ...]
 ) -> tuple[int, ...]:
     """Pinned bytes of each node; a tensor group that spans nodes pins its even share on each."""
     hosts = [0] * inventory.nodes
     for number, stage in enumerate(cut):
         cards = range(number * layout.tensor, (number + 1) * layout.tensor)
-        whole = host_bytes(spec, stage, layout.tensor, serving.huge_pages)
+        whole = host_bytes(spec, stage, layout.tensor, huge_pages)
         for card in cards:
             hosts[card // inventory.cards] += whole // layout.tensor
     return tuple(hosts)
@@ -257,9 +259,10 @@ def _memory_refusals(plan: Plan) -> list[str]:
             where = f"layers {each.stage.start}-{each.stage.end - 1}"
             budget = plan.inventory.card_gib * plan.serving.memory_fraction
             used = f"weights {each.weights.total / GIB:.1f} and workspace {sum(each.workspace.values()) / GIB:.1f}"
+            longest = f"; {plan.longest_context} tokens fit" if plan.longest_context else ""
             found.append(
                 f"a card with {where} lacks {each.missing_bytes / GIB:.2f} GiB for one request of "
-                f"{plan.serving.context} tokens: {used} of {budget:.1f} GiB"
+                f"{plan.serving.context} tokens: {used} of {budget:.1f} GiB{longest}"
             )
     limit = plan.inventory.host_gib
     for node, pinned in enumerate(plan.host_bytes):
@@ -272,8 +275,7 @@ def _warnings(plan: Plan, spec: ModelSpec) -> list[str]:
     found = []
     tensor, inventory = plan.layout.tensor, plan.inventory
     if plan.step.group is LinkKind.NETWORK:
-        link = inventory.links.get(LinkKind.NETWORK) or inventory.link_between(0, inventory.cards)
-        each = all_reduce_us(link, tensor, spec.hidden_size * 2)
+        each = all_reduce_us(inventory.link_between(0, inventory.cards), tensor, spec.hidden_size * 2)
         count = REDUCTIONS_PER_LAYER * spec.num_hidden_layers
         found.append(
             f"a tensor group spans nodes: {count} reductions x {each:.0f} us = {count * each / 1e3:.1f} ms a step; "
