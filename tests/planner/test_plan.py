@@ -54,7 +54,7 @@ def test_remedies_are_what_the_changes_give(table):
 @pytest.mark.parametrize(
     "shape, layout, words",
     [
-        ("6x64", Layout(tensor=2, partition=(14, 14, 12)), "layer 28 needs the compressed rows of layer 20; cuts inside"),
+        ("6x64", Layout(tensor=2, partition=(14, 14, 12)), "layer 28 needs the compressed rows of layer 20; cuts in"),
         ("6x64", Layout(tensor=6, partition=(40,)), "TP6 cannot share 8 output groups"),
         ("4x80", TP4_PP2, "TP4xPP2 takes 8 cards, there are 4"),
     ],
@@ -89,7 +89,8 @@ def test_arguments(table):
         "--max-num-batched-tokens": "4096", "--max-num-seqs": "32", "--gpu-memory-utilization": "0.92",
         "--attention-config": '{"sparse_mla_prefill_workspace_factor":5}',
         "--engram-config": '{"cpu_offload":true,"use_thp":true}',
-        "--speculative-config": '{"method":"dspark","num_speculative_tokens":5}', "--limit-mm-per-prompt": '{"image":0}',
+        "--speculative-config": '{"method":"dspark","num_speculative_tokens":5}',
+        "--limit-mm-per-prompt": '{"image":0}',
     }
     whole = make_plan(table, BOX, Layout(tensor=8, partition=(40,), expert_parallel=True), Serving(draft_tokens=0))
     assert whole.environment() == {} and "--enable-expert-parallel" in whole.arguments()

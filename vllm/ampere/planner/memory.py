@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Card memory besides weights and KV cache: what a server allocates to run a step.
 
-Buffers whose shape the engine fixes are counted from it; `activations` is an estimate of what is alive at once. CUDA context, NCCL and captured graphs cannot be:
-they are inputs of `Serving`, with defaults that a measurement should replace.
+Buffers whose shape the engine fixes are counted from it; `activations` is an estimate of what is alive at once.
+CUDA context, NCCL and captured graphs cannot be counted: they are inputs of `Serving`, with defaults that a
+measurement should replace.
 """
 
 from typing import Annotated
