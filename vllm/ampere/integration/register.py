@@ -15,15 +15,20 @@ def register() -> None:
 
     MODELS_CONFIG_MAP["DeepseekV41ForCausalLM"] = AmpereDeepseekV41Config
     if current_platform.is_cpu():
-        _register_cpu()
+        _register_cpu(MODELS_CONFIG_MAP)
 
 
-def _register_cpu() -> None:
+def _register_cpu(config_hooks: dict) -> None:
     from .cpu.platform import AmpereCpuPlatform
 
     if not isinstance(current_platform, AmpereCpuPlatform):
         return
     from vllm import ModelRegistry
+
+    from .verify import OtherModelConfig
+
+    others = set(ModelRegistry.get_supported_archs()) - {"DeepseekV41ForCausalLM", "DSparkV41DraftModel"}
+    config_hooks.update(dict.fromkeys(others, OtherModelConfig))
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from .cpu import streams

@@ -4,10 +4,10 @@
 from pathlib import Path
 
 import vllm
-from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
+from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig, VerifyAndUpdateConfig
 
 from .. import checkpoint, envs, upstream
-from ..errors import PatchError, SelectionError
+from ..errors import CheckpointError, PatchError, SelectionError
 from ..kernels.registry import all_ops
 from ..patching import series, tree
 from . import gate
@@ -28,6 +28,18 @@ class AmpereDeepseekV41Config(DeepseekV4ForCausalLMConfig):
         # Anything that is not a path here is a hub name, which vLLM fetches later.
         if Path(model_config.model).exists():
             checkpoint.inspect(model_config.model)
+
+
+class OtherModelConfig(VerifyAndUpdateConfig):
+    """The config hook of every other model on the CPU platform, whose operators serve DeepSeek-V4.1 alone."""
+
+    @staticmethod
+    @exit_on_error
+    def verify_and_update_model_config(model_config) -> None:
+        raise CheckpointError(
+            f"{model_config.model} holds {', '.join(model_config.architectures)}, not DeepSeek-V4.1",
+            "without a GPU only DeepseekV41ForCausalLM is served; plain vLLM serves other models",
+        )
 
 
 def require_patched(root: Path) -> None:

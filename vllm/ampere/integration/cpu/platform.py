@@ -8,8 +8,6 @@ from vllm.platforms import builtin_platform_plugins
 from vllm.platforms.cpu import CpuPlatform
 
 from ... import envs
-from ...errors import CheckpointError
-from ..failure import exit_on_error
 
 # One page of compressed records; the same as on Ampere cards.
 BLOCK_TOKENS = 128
@@ -33,14 +31,7 @@ class AmpereCpuPlatform(CpuPlatform):
     """CpuPlatform without the limits that its own latent attention sets."""
 
     @classmethod
-    @exit_on_error
     def check_and_update_config(cls, vllm_config) -> None:
-        architectures = vllm_config.model_config.architectures
-        if "DeepseekV41ForCausalLM" not in architectures and "DSparkV41DraftModel" not in architectures:
-            raise CheckpointError(
-                f"the checkpoint holds {', '.join(architectures)}, not DeepSeek-V4.1",
-                "without a GPU only DeepseekV41ForCausalLM can be served here",
-            )
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = (scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching)
         super().check_and_update_config(vllm_config)
