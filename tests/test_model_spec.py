@@ -38,7 +38,8 @@ def test_engram_primes_of_the_released_model():
 
 
 def test_config_reads_back():
-    small = replace(RELEASED, hidden_size=256, rope_factor=4.0, vision_layers=0, engram_layer_ids=(), engram_num_embeddings=())
+    small = replace(RELEASED, hidden_size=256, rope_factor=4.0, vision_layers=0,
+                    engram_layer_ids=(), engram_num_embeddings=())
     for spec in (RELEASED, small):
         assert ModelSpec.from_config(spec.to_config()) == spec
     assert RELEASED.has_image_bias and not small.has_image_bias
@@ -86,7 +87,7 @@ def edited(path, value):
     ("text_config.compress_ratios", [0, 0] + [4] * 18 + [1] * 20 + [0] * 3, "compress_ratios holds \\[4\\]"),
     ("text_config.compress_ratios", [0, 0] + [2] * 18 + [1] * 20 + [0, 0, 1], "draft layers must be 0"),
     ("text_config.compress_ratios", [0, 2] + [2] * 18 + [1] * 20 + [0] * 3, "layer 1 has no KV source"),
-    ("text_config.compress_ratios", [0, 0] + [2] * 19 + [1] * 19 + [0] * 3, "layer 21 has compress ratio 1, its KV source 20 has 2"),
+    ("text_config.compress_ratios", [0, 0] + [2] * 19 + [1] * 19 + [0] * 3, "ratio 1, its KV source 20 has 2"),
     ("text_config.compress_ratios", "0", "must be a list of integers"),
     ("text_config.kv_source_layer_ids", [8, 2, 14, 20], "not strictly ascending"),
     ("text_config.kv_source_layer_ids", [2, 8, 14, 20, 40], "outside 0..39"),
@@ -95,7 +96,7 @@ def edited(path, value):
     ("text_config.candidate_source_layer_id", 21, "candidate_source_layer_id 21 is not in"),
     ("text_config.candidate_source_layer_id", 2, "layer 8 selects among candidates of layer 2"),
     ("text_config.engram_num_embeddings", [384006168], "has 1 entries for 2 engram layers"),
-    ("text_config.engram_num_embeddings", [384006168, 384016681], "layer 14 has 384016681 rows, its hash needs 384016682"),
+    ("text_config.engram_num_embeddings", [384006168, 384016681], "384016681 rows, its hash needs 384016682"),
     ("text_config.dspark_target_layer_ids", [37, 38, 40], "outside 0..39"),
     ("text_config.dspark_target_layer_ids", [], "dspark_target_layer_ids is empty"),
     ("text_config.dspark_noise_token_id", 129280, "outside the vocabulary"),

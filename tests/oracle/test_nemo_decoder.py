@@ -250,7 +250,8 @@ def test_draft_with_released_caches(nemo, followed, seed):
 def test_cache_formats_are_equal_bits(format, size, ours):
     """Magnitudes from below every floor to above every clamp, and every tie of both code tables."""
     generator = torch.Generator().manual_seed(0)
-    spread = torch.randn(4096, 512, generator=generator) * torch.exp2(torch.randint(-40, 20, (4096, 1), generator=generator))
+    exponents = torch.randint(-40, 20, (4096, 1), generator=generator)
+    spread = torch.randn(4096, 512, generator=generator) * torch.exp2(exponents)
     steps = torch.arange(-14, 15) * 0.25 * 2.0 ** torch.arange(-20, 20)[:, None]
     ties = torch.cat([steps, steps[:, :3]], 1)
     for x in (spread, ties, torch.zeros(2, 64)):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from tests.repo.checkout import OVERLAY, ROOT, imported, modules, tree
 
 # Run before anything is installed.
@@ -68,7 +69,11 @@ def test_environment_variables_are_read_in_one_module(path):
             reads.append(node.lineno)
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "os.environ":
             parent = parents[node]
-            whole = isinstance(parent, ast.Dict) or ast.unparse(parent) in ("os.environ.items", "os.environ.copy", "dict(os.environ)")
+            whole = isinstance(parent, ast.Dict) or ast.unparse(parent) in (
+                "os.environ.items",
+                "os.environ.copy",
+                "dict(os.environ)",
+            )
             written = ast.unparse(parent) in ("os.environ.update", "os.environ.setdefault") or (
                 isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store)
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.repo.checkout import OVERLAY, ROOT
+from tests.repo.processes import alive, ended, gone
 from vllm.ampere import demo, environment
 from vllm.ampere.errors import AmpereError
 
@@ -55,40 +56,6 @@ def fake(port, tmp_path, monkeypatch):
     yield start
     for server in servers:
         server.stop()
-
-
-def alive(group: int) -> list[int]:
-    """Processes of a group that run."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(pgrp) == group and state != "Z":
-            found.append(int(entry.name))
-    return found
-
-
-def gone(group: int, seconds: float = 10) -> bool:
-    """Whether the group has ended, waiting for what a signal has begun."""
-    deadline = time.monotonic() + seconds
-    while alive(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(group)
-
-
-def ended(process: int, seconds: float = 10) -> bool:
-    """Whether one process has ended, whatever became of its group."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def launch(tmp_path, behaviour, port, *arguments, **options) -> subprocess.Popen:
@@ -200,7 +167,9 @@ def test_a_dead_server_ends_the_launcher_without_a_traceback(tmp_path, port):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_signal_leaves_a_server_behind(tmp_path, port, number):
     """While the launcher waits for a server that will never be up."""
-    launcher = launch(tmp_path, "hang" if number != signal.SIGKILL else "slow", port, stderr=subprocess.PIPE, start_new_session=True)
+    launcher = launch(
+        tmp_path, "hang" if number != signal.SIGKILL else "slow", port, stderr=subprocess.PIPE, start_new_session=True
+    )
     server = server_of(launcher)
     os.kill(launcher.pid, number)
     _, err = launcher.communicate(timeout=60)
@@ -216,7 +185,9 @@ def test_no_signal_leaves_a_server_behind(tmp_path, port, number):
 def on_terminal(tmp_path, port, *arguments):
     """The launcher on a terminal of its own, and a function that reads it up to a text."""
     ours, theirs = pty.openpty()
-    launcher = launch(tmp_path, "serve", port, *arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    launcher = launch(
+        tmp_path, "serve", port, *arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     seen = ""
 
@@ -257,7 +228,9 @@ def test_once_on_a_terminal_ends_after_the_answer(tmp_path, port):
 
 def test_make_hands_its_variables_on():
     def dry(*variables):
-        return subprocess.run(["make", "-n", "demo", *variables], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["make", "-n", "demo", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
 
     assert "--port 8123" in dry("DEMO_PORT=8123") and "--once" in dry("DEMO_ONCE=1")
     assert "--" not in dry("DEMO_ONCE=0").partition("demo.py")[2]

@@ -5,13 +5,17 @@ import hashlib
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tests.repo.checkout import ROOT
+from tests.repo.processes import ended
 from tests.repo.test_pins import PINS, lock
 from vllm.ampere import environment
 from vllm.ampere.environment import Environment, Step
@@ -202,7 +206,12 @@ def test_a_failed_command_gives_its_error_line_and_keeps_its_output(checkout):
 
 @pytest.mark.parametrize(
     "version, message",
-    [((3, 10, 1), "3.11 or 3.12 is needed"), ((3, 13, 0), "3.11 or 3.12 is needed"), ((3, 11, 0), ""), ((3, 12, 9), "")],
+    [
+        ((3, 10, 1), "3.11 or 3.12 is needed"),
+        ((3, 13, 0), "3.11 or 3.12 is needed"),
+        ((3, 11, 0), ""),
+        ((3, 12, 9), ""),
+    ],
 )
 def test_python_versions(version, message, monkeypatch):
     monkeypatch.setattr(sys, "version_info", version)
@@ -218,7 +227,11 @@ MACHINES = {
     "libc": ("platform.libc_ver", lambda: ("glibc", "2.17"), "glibc 2.28 or later is needed"),
     "musl": ("platform.libc_ver", lambda: ("", ""), "this is another libc"),
     "venv": ("importlib.util.find_spec", lambda name: None, "lacks its venv module"),
-    "disk": ("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**29), "2 GiB of disk are needed, and 0.5 are free"),
+    "disk": (
+        "shutil.disk_usage",
+        lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**29),
+        "2 GiB of disk are needed, and 0.5 are free",
+    ),
 }
 
 
@@ -234,7 +247,10 @@ def test_machines_that_are_refused(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "file, text, message",
-    [("cpuinfo", "flags : sse4_2 avx", "AVX2"), ("meminfo", "MemAvailable: 1048576 kB", "2 GiB of memory are needed, and 1.0 are available")],
+    [
+        ("cpuinfo", "flags : sse4_2 avx", "AVX2"),
+        ("meminfo", "MemAvailable: 1048576 kB", "2 GiB of memory are needed, and 1.0 are available"),
+    ],
 )
 def test_processors_and_memory_that_are_refused(file, text, message, monkeypatch):
     real = Path.read_text
@@ -243,17 +259,39 @@ def test_processors_and_memory_that_are_refused(file, text, message, monkeypatch
         environment.check_machine(0)
 
 
-def test_an_error_is_one_line_and_a_hint(capsys):
+def test_an_error_is_one_line_and_a_hint(capsys, monkeypatch):
     def refuse():
         raise AmpereError("no room", "make some")
 
     def fill():
         raise OSError(28, "No space left on device", "file")
 
+    monkeypatch.setattr(environment.signal, "signal", lambda *_: None)  # the test runner keeps its own
     assert environment.report("make env", refuse) == 1
     assert capsys.readouterr().err == "make env: no room\nhint: make some\n"
     assert environment.report("make env", fill) == 1
     assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ended_builder_ends_its_command(tmp_path, number):
+    started = tmp_path / "started"
+    slow = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    code = (
+        f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT / 'vllm' / 'ampere')!r})\n"
+        f"import environment; environment.LOG = Path({str(tmp_path / 'log')!r})\n"
+        f"run = lambda: environment.call([sys.executable, '-c', {slow!r}], 'failed')\n"
+        "sys.exit(environment.report('make env', run))"
+    )
+    builder = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while not (started.exists() and started.read_text()):
+        assert builder.poll() is None
+        time.sleep(0.05)
+    builder.send_signal(number)
+    _, err = builder.communicate(timeout=30)
+    assert builder.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert "Traceback" not in err
+    assert ended(int(started.read_text()))
 
 
 @pytest.mark.vllm

@@ -5,16 +5,28 @@ import ast
 import re
 
 import pytest
+
 from tests.repo.checkout import ROOT, files, modules, tree
 
 TEXT = [p for p in files() if p.name not in ("LICENSE",) and p.suffix not in (".png", ".svg", ".npz", ".safetensors")]
-CODE = [p for p in TEXT if p.suffix in (".py", ".sh") or p.name in ("Makefile", "Dockerfile") or p == p.__class__(".ci/run")]
+CODE = [
+    p for p in TEXT if p.suffix in (".py", ".sh") or p.name in ("Makefile", "Dockerfile") or p == p.__class__(".ci/run")
+]
 BANNED = {"utils", "util", "common", "helpers", "helper", "misc", "new", "v2", "final", "fast", "turbo"}
 HOSTS = {
-    "github.com", "git-lfs.github.com", "huggingface.co", "download.pytorch.org", "www.apache.org", "arxiv.org",
-    "docs.vllm.ai", "127.0.0.1", "localhost",
+    "github.com",
+    "git-lfs.github.com",
+    "huggingface.co",
+    "download.pytorch.org",
+    "www.apache.org",
+    "arxiv.org",
+    "docs.vllm.ai",
+    "127.0.0.1",
+    "localhost",
 }
-MACHINE = re.compile(r"(?<![\w.])/(?:root|home|work|Users|mnt|srv)/\w|\b(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}\b(?!\.)")
+MACHINE = re.compile(
+    r"(?<![\w.])/(?:root|home|work|Users|mnt|srv)/\w|\b(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}\b(?!\.)"
+)
 
 
 @pytest.mark.parametrize("path", CODE, ids=str)
@@ -48,5 +60,7 @@ def test_no_machine_is_named(path):
 
 
 def test_machine_pattern_can_fire():
-    assert MACHINE.search("see /" + "root/x") and MACHINE.search("at 10" + ".1.2.3") and MACHINE.search("192" + ".168.0.7")
+    assert (
+        MACHINE.search("see /" + "root/x") and MACHINE.search("at 10" + ".1.2.3") and MACHINE.search("192" + ".168.0.7")
+    )
     assert not MACHINE.search("torch 2.10.0, path tests/home/x, cuda 13.0")

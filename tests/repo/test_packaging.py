@@ -22,7 +22,14 @@ from vllm.ampere import environment
 pytestmark = pytest.mark.vllm  # the wheel cache and setuptools are those of `make env`
 # Enough of vLLM to be one: its top, a few packages, and the files that the series touches.
 PARTS = (
-    *("vllm/__init__.py", "vllm/version.py", "vllm/_version.py", "vllm/models/deepseek_v4", "vllm/v1/attention", "vllm/platforms"),
+    *(
+        "vllm/__init__.py",
+        "vllm/version.py",
+        "vllm/_version.py",
+        "vllm/models/deepseek_v4",
+        "vllm/v1/attention",
+        "vllm/platforms",
+    ),
     *re.findall(r"^--- a/(.*)", "".join(p.read_text() for p in sorted((ROOT / "patches").glob("*.patch"))), re.M),
 )
 
@@ -50,10 +57,15 @@ class Installed:
 
     def vllm_is_whole(self) -> bool:
         """Every file of vLLM has the hash that vLLM's own record gives it."""
-        def digest(path):
-            return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
 
-        return len(self.record) > 100 and all(digest(self.site / name) == wanted for name, wanted in self.record.items())
+        def digest(path):
+            return (
+                "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+            )
+
+        return len(self.record) > 100 and all(
+            digest(self.site / name) == wanted for name, wanted in self.record.items()
+        )
 
     def pip(self, *words: str, cwd: Path) -> None:
         command = [sys.executable, "-m", "pip", "--python", self.prefix / "bin" / "python", *words]
@@ -61,7 +73,9 @@ class Installed:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([self.prefix / "bin" / words[0], *words[1:]], cwd=self.prefix, capture_output=True, text=True)
+        return subprocess.run(
+            [self.prefix / "bin" / words[0], *words[1:]], cwd=self.prefix, capture_output=True, text=True
+        )
 
 
 @pytest.fixture(scope="module")

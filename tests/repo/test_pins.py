@@ -6,6 +6,7 @@ import re
 import tomllib
 
 import pytest
+
 from tests.repo.checkout import ROOT, files, modules, tree
 
 PINS = tomllib.loads((ROOT / "upstream.toml").read_text())
@@ -45,12 +46,21 @@ def test_pythons_agree():
 
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_no_version_is_written_into_the_code(path):
-    versions = {PINS["vllm"]["version"], *(v for t in ("production", "cpu", "oracle") for v in PINS[t].values() if isinstance(v, str))}
-    found = [n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value in versions]
+    versions = {
+        PINS["vllm"]["version"],
+        *(v for t in ("production", "cpu", "oracle") for v in PINS[t].values() if isinstance(v, str)),
+    }
+    found = [
+        n.value
+        for n in ast.walk(tree(path))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value in versions
+    ]
     assert not found
 
 
-@pytest.mark.parametrize("path", [p for p in files() if p.suffix in (".md", ".py", ".toml", ".txt") and p.name != "upstream.toml"], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for p in files() if p.suffix in (".md", ".py", ".toml", ".txt") and p.name != "upstream.toml"], ids=str
+)
 def test_text_names_the_pinned_release(path):
     text = (ROOT / path).read_text()
     assert set(re.findall(r"\bvLLM v?(\d+\.\d+\.\d+)", text)) <= {PINS["vllm"]["version"]}

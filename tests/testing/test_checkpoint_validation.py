@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from vllm.ampere.checkpoint import INDEX, inspect
 from vllm.ampere.errors import CheckpointError
-from vllm.ampere.tensor_table import expected_tensors, shard_key
+from vllm.ampere.model_spec import ModelSpec
+from vllm.ampere.tensor_table import expected_tensors, shard_key, text_tensors
 from vllm.ampere.testing import tiny_checkpoint, tiny_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,6 +32,13 @@ def test_released_table():
     assert sum(spec.nbytes for spec in table) == 510_286_023_000
     keys = [shard_key(spec.name) for spec in table]
     assert keys == sorted(keys) and len(set(keys)) == 48
+
+
+def test_text_tensors_are_all_but_the_tower():
+    table = list(expected_tensors(RELEASED))
+    tower = [spec for spec in table if spec.name.startswith(("vision.", "aligner.", "image_"))]
+    assert table == tower + list(text_tensors(ModelSpec.from_config(RELEASED)))
+    assert len(tower) == 32 * 8 + 10
 
 
 @pytest.mark.parametrize("prefix, count", [

@@ -2,7 +2,7 @@
 import errno
 import filecmp
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -157,18 +157,26 @@ def test_written_once(tmp_path):
     assert [file.name for file in folder.parent.iterdir()] == ["a"]
 
 
-def test_two_writers(tmp_path, monkeypatch):
+def test_writers_at_once(tmp_path, monkeypatch):
+    """They wait for each other: nobody fails, writes twice, or sees another's half."""
     filled = []
-    real = tiny_checkpoint._fill
-    monkeypatch.setattr(tiny_checkpoint, "_fill", lambda *given: (filled.append(1), real(*given)))
-    writers = [threading.Thread(target=write, args=(tmp_path / "a", "sharp"), kwargs=SMALL) for _ in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert len(filled) == 1
-    inspect(tmp_path / "a")
-    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+    def fill(folder, recipe, seed):
+        filled.append(seed)
+        assert not any(folder.iterdir()), "two writers in one folder"
+        (folder / "config.json").write_text(str(seed))
+
+    monkeypatch.setattr(tiny_checkpoint, "_fill", fill)
+    with ThreadPoolExecutor(4) as threads:
+        for path in (tmp_path / str(number) for number in range(50)):
+            filled.clear()
+            assert list(threads.map(lambda _: write(path, "sharp"), range(4))) == [path] * 4
+            assert filled == [0]
+        for _ in range(50):
+            given = [seed % 2 for seed in range(4)]
+            assert list(threads.map(lambda seed: write(path, "sharp", seed), given)) == [path] * 4
+            assert (path / "config.json").read_text() in "01"
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(map(str, range(50)))
 
 
 def test_foreign_folder(tmp_path):
@@ -236,7 +244,7 @@ def test_tokenizer(make, size):
         assert tokenizer.encode(marker, add_special_tokens=False).ids == [tokenizer.token_to_id(marker)]
     text = "The café\n\n is  open 24/7: 北京 🙂 naïve\t"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert len(tokenizer.encode("the of and The of AND").ids) == (8 if size == 512 else 6)
+    assert len(tokenizer.encode("the of and The of AND").ids) == (9 if size == 512 else 6)
 
 
 def test_tokenizer_package_is_missing(monkeypatch, tmp_path):

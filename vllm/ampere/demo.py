@@ -140,7 +140,9 @@ class Server:
     def check_alive(self) -> None:
         """Raises AmpereError with the server's last error when it has ended."""
         if self.process.poll() is not None:
-            raise AmpereError(f"the server ended (exit code {self.process.returncode}): {self.last_error()}", f"its log: {self.log}")
+            raise AmpereError(
+                f"the server ended (exit code {self.process.returncode}): {self.last_error()}", f"its log: {self.log}"
+            )
 
     def last_error(self) -> str:
         """The newest line of the log that names an error and its cause, else its last line."""
@@ -184,7 +186,9 @@ def running(command: list[str], port: int, log: Path) -> Iterator[Server]:
     try:
         yield server
     finally:
-        ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        ignored = {
+            number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         server.stop()
         for number, handler in ignored.items():
             signal.signal(number, handler)
@@ -218,7 +222,9 @@ def stream_chat(port: int, question: str, max_tokens: int) -> Iterator[str]:
                 return
             event = json.loads(data or "{}")
             if "error" in event:
-                raise AmpereError(f"the server stopped answering: {event['error']['message']}", f"its log: {SERVER_LOG}")
+                raise AmpereError(
+                    f"the server stopped answering: {event['error']['message']}", f"its log: {SERVER_LOG}"
+                )
             for choice in event.get("choices", ()):
                 delta = choice["delta"]
                 yield delta.get("reasoning") or delta.get("content") or ""
@@ -286,18 +292,12 @@ def demo(port: int, once: bool) -> None:
             print("\nstopping the server")
 
 
-def _end(number: int, _frame) -> None:
-    sys.exit(128 + number)
-
-
 def main() -> int:
     """Console entry of `make demo`; returns the exit code."""
     parser = argparse.ArgumentParser(description="Serve a tiny random DeepSeek-V4.1 on the CPU.")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--once", action="store_true", help="stop after one answer, as without a terminal")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGHUP, _end)
     once = arguments.once or not (sys.stdin.isatty() and sys.stdout.isatty())
     return environment.report("make demo", lambda: demo(arguments.port, once))
 

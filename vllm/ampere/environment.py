@@ -18,6 +18,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,9 @@ class Environment:
         if self.engine:
             steps += [
                 Step("patched vLLM", _contents("upstream.toml", "patches"), self._lay_tree),
-                Step("entry points", _contents("setup.py", "pyproject.toml", "vllm/ampere/__init__.py"), self._register),
+                Step(
+                    "entry points", _contents("setup.py", "pyproject.toml", "vllm/ampere/__init__.py"), self._register
+                ),
             ]
         else:
             steps += [Step("path to the checkout", b"", self._put_on_path)]
@@ -113,7 +116,9 @@ class Environment:
     def build(self) -> None:
         """Run every step that is not done. Raises AmpereError when the machine or a step does not allow it."""
         if self.prefix.exists() and any(self.prefix.iterdir()) and not self.stamp.exists():
-            raise AmpereError(f"{self.folder} is there and was not made by `make env`", f"move it away: rm -r {self.folder}")
+            raise AmpereError(
+                f"{self.folder} is there and was not made by `make env`", f"move it away: rm -r {self.folder}"
+            )
         steps = {step.name: step for step in self.steps()}
         hashes = {name: hashlib.sha256(step.inputs).hexdigest() for name, step in steps.items()}
         if self.done() != hashes:
@@ -173,6 +178,9 @@ class Environment:
             wheel.extractall(self.site_packages, CPU_OPERATORS)
         (self.site_packages / "vllm" / "ampere").symlink_to(ROOT / "vllm" / "ampere")
         self._apply_series()
+        # A test runner may forbid to write bytecode, and every engine process would compile vLLM anew.
+        compileall = [self.python, "-m", "compileall", "-q", "-j", "0", "-x", "vllm/ampere"]
+        call([*compileall, self.site_packages / "vllm"], "the vLLM tree could not be compiled")
 
     def _apply_series(self) -> None:
         if (ROOT / "patches" / "series").exists():
@@ -186,7 +194,9 @@ class Environment:
         command = [self.python, "setup.py", "-q", "dist_info", "--output-dir", self.site_packages]
         call(command, "setup.py could not write the entry points")
         console = self.prefix / "bin" / "vllm-ampere"
-        console.write_text(f'#!/bin/sh\nexec {shlex.quote(str(self.python))} {shlex.quote(str(ROOT))}/vllm_ampere.py "$@"\n')
+        console.write_text(
+            f'#!/bin/sh\nexec {shlex.quote(str(self.python))} {shlex.quote(str(ROOT))}/vllm_ampere.py "$@"\n'
+        )
         console.chmod(0o755)
 
     def _wheel(self, requirement: str, name: str, sha256: str) -> Path:
@@ -233,14 +243,20 @@ def check_python() -> None:
 def check_machine(disk_gib: int) -> None:
     """Raises AmpereError when the environments cannot run or be built on this machine."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise AmpereError(f"x86-64 Linux is needed, and this is {platform.machine()} {platform.system()}", "use such a machine")
+        raise AmpereError(
+            f"x86-64 Linux is needed, and this is {platform.machine()} {platform.system()}", "use such a machine"
+        )
     libc, version = platform.libc_ver()
     if libc != "glibc" or tuple(map(int, version.split("."))) < (2, 28):
-        raise AmpereError(f"glibc 2.28 or later is needed, and this is {libc or 'another libc'} {version}", "use a newer Linux")
+        raise AmpereError(
+            f"glibc 2.28 or later is needed, and this is {libc or 'another libc'} {version}", "use a newer Linux"
+        )
     if "avx2" not in Path("/proc/cpuinfo").read_text().split():
         raise AmpereError("a processor with AVX2 is needed, and this one has none", "use a processor made after 2013")
     if not importlib.util.find_spec("ensurepip"):
-        raise AmpereError("this Python lacks its venv module", f"on Debian or Ubuntu: apt-get install python{_python_version()}-venv")
+        raise AmpereError(
+            "this Python lacks its venv module", f"on Debian or Ubuntu: apt-get install python{_python_version()}-venv"
+        )
     check_disk(ROOT, disk_gib)
     check_memory(2)
 
@@ -249,14 +265,19 @@ def check_disk(folder: Path, needed_gib: float) -> None:
     """Raises AmpereError when less than `needed_gib` GiB are free where `folder` lies."""
     free = shutil.disk_usage(folder).free / GIB
     if free < needed_gib:
-        raise AmpereError(f"{needed_gib:g} GiB of disk are needed, and {free:.1f} are free in {folder}", "free some, or move the checkout")
+        raise AmpereError(
+            f"{needed_gib:g} GiB of disk are needed, and {free:.1f} are free in {folder}",
+            "free some, or move the checkout",
+        )
 
 
 def check_memory(needed_gib: float) -> None:
     """Raises AmpereError when less than `needed_gib` GiB of memory are available."""
     available = int(re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1]) * 1024 / GIB
     if available < needed_gib:
-        raise AmpereError(f"{needed_gib:g} GiB of memory are needed, and {available:.1f} are available", "close other programs")
+        raise AmpereError(
+            f"{needed_gib:g} GiB of memory are needed, and {available:.1f} are available", "close other programs"
+        )
 
 
 @contextmanager
@@ -316,7 +337,9 @@ def call(command: list, failure: str, hint: str = "") -> None:
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()]
     if code:
-        errors = [line for line in lines if line.lower().startswith(("error", "fatal"))] or lines or [f"exit code {code}"]
+        errors = (
+            [line for line in lines if line.lower().startswith(("error", "fatal"))] or lines or [f"exit code {code}"]
+        )
         reason = errors[-1].removeprefix("ERROR: ").removeprefix("error: ")
         raise AmpereError(f"{failure}: {reason}", hint or f"the whole output: {LOG.relative_to(ROOT)}")
 
@@ -331,7 +354,12 @@ def build(names: list[str]) -> None:
 
 
 def report(command: str, run: Callable[[], None]) -> int:
-    """Exit code of `run`; a failure that a user can act on ends as one line on stderr and its hint."""
+    """Exit code of `run`; a failure that a user can act on ends as one line on stderr and its hint.
+
+    SIGTERM and SIGHUP unwind it, so that child processes end with it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         run()
     except AmpereError as error:

@@ -33,7 +33,12 @@ _FIXED_TEXT = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-_FIXED_QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+_FIXED_QUANTIZATION = {
+    "quant_method": "fp8",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
 _HINT = "check that the folder holds an unmodified DeepSeek-V4.1 checkpoint"
 
 
@@ -197,8 +202,8 @@ class ModelSpec:
         if self.num_nextn_predict_layers:
             _ascending("dspark_target_layer_ids", self.dspark_target_layer_ids, self.num_hidden_layers)
             _require(bool(self.dspark_target_layer_ids), "dspark_target_layer_ids is empty, but there are draft layers")
-            _require(self.dspark_noise_token_id < self.vocab_size,
-                     f"dspark_noise_token_id {self.dspark_noise_token_id} is outside the vocabulary of {self.vocab_size}")
+            noise, vocab = self.dspark_noise_token_id, self.vocab_size
+            _require(noise < vocab, f"dspark_noise_token_id {noise} is outside the vocabulary of {vocab}")
 
     def _check_sources(self) -> None:
         ratios, backbone = self.compress_ratios, self.num_hidden_layers
@@ -242,20 +247,23 @@ class ModelSpec:
         def source(ids, index):
             return max((i for i in ids if i <= index), default=None)
 
-        found = []
-        for index, ratio in enumerate(self.compress_ratios[: self.num_hidden_layers]):
-            selects = ratio and index in self.index_source_layer_ids
-            candidate = self.candidate_source_layer_id
-            role = "" if candidate < 0 or not selects or index < candidate else "source" if index == candidate else "masked"
-            found.append(Layer(
+        def candidates(index, ratio):
+            first = self.candidate_source_layer_id
+            if index == first:
+                return "source"
+            return "masked" if ratio and 0 <= first < index and index in self.index_source_layer_ids else ""
+
+        return tuple(
+            Layer(
                 index,
                 ratio,
                 source(self.kv_source_layer_ids, index) if ratio else None,
                 source(self.index_source_layer_ids, index) if ratio else None,
-                role,
+                candidates(index, ratio),
                 self.engram_layer_ids.index(index) if index in self.engram_layer_ids else None,
-            ))
-        return tuple(found)
+            )
+            for index, ratio in enumerate(self.compress_ratios[: self.num_hidden_layers])
+        )
 
     @cached_property
     def engram_primes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

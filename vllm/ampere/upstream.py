@@ -10,7 +10,6 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 from typing import Callable
@@ -31,6 +30,7 @@ _SDIST_TOOLS = (
     "setuptools==80.9.0",
     "wheel",
 )
+_PIP_HINT = "see pip's message above"
 Log = Callable[[str], None]
 
 
@@ -144,29 +144,23 @@ def _download(kind: str, requirement: str, folder: Path, log: Log) -> None:
         # Named, so that a machine which could not run the wheel can still read it.
         python = pins()["cpu"]["python"][-1]
         machine = ["--platform", "manylinux_2_28_x86_64", "--abi", "abi3", "--python-version", python]
-        _pip(sys.executable, [*download, "--only-binary=:all:", *machine], "pip could not bring the pinned wheel")
+        command = [sys.executable, "-m", "pip", *download, "--only-binary=:all:", *machine]
+        _run(command, "pip could not bring the pinned wheel", _PIP_HINT)
         return
     log("preparing a temporary environment for the source archive's metadata (PyTorch included)")
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv" / "bin" / "python"
+    _run([sys.executable, "-m", "venv", folder / "venv"], "python -m venv failed", "install Python's venv and ensurepip")
+    pip = [folder / "venv" / "bin" / "python", "-m", "pip"]
     torch = f"torch=={pins()['cpu']['torch']}"
     hint = f"if {torch} was not found, add PyTorch's index of CPU wheels with PIP_EXTRA_INDEX_URL"
-    _pip(python, ["install", *_SDIST_TOOLS, torch], "pip could not bring what the source archive needs", hint)
+    _run([*pip, "install", *_SDIST_TOOLS, torch], "pip could not bring what the source archive needs", hint)
     named = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version()}
     options = ["--no-binary=vllm", "--no-build-isolation"]
-    _pip(python, [*download, *options], "pip could not bring the pinned source archive", environment=named)
+    _run([*pip, *download, *options], "pip could not bring the pinned source archive", _PIP_HINT, **named)
 
 
-def _pip(
-    python: Path | str,
-    arguments: list,
-    failure: str,
-    hint: str = "see pip's message above",
-    environment: dict[str, str] | None = None,
-) -> None:
-    """Run pip with its output on stderr."""
-    command = [str(word) for word in (python, "-m", "pip", *arguments)]
-    done = subprocess.run(command, stdout=sys.stderr, env={**os.environ, **(environment or {})})
+def _run(command: list, failure: str, hint: str, **variables: str) -> None:
+    """Run a command with its output on stderr; raise AmpereError if it fails."""
+    done = subprocess.run([str(word) for word in command], stdout=sys.stderr, env={**os.environ, **variables})
     if done.returncode:
         raise AmpereError(failure, hint)
 

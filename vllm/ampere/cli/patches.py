@@ -39,7 +39,12 @@ def register(commands) -> None:
 
     action = actions.add_parser("fetch", help="bring the pinned vLLM by hash, with pip alone")
     action.add_argument("folder", nargs="?", metavar="DIR", help="where to unpack it (default: ./vllm-VERSION)")
-    action.add_argument("--sdist", action="store_true", help="the source archive, with csrc and tests, not the wheel")
+    action.add_argument(
+        "--sdist",
+        action="store_true",
+        help="the source archive, with csrc and tests, not the wheel; pip builds its metadata, "
+        "so PyTorch for the CPU and build tools go into a temporary environment",
+    )
     action.set_defaults(run=_fetch)
 
     action = actions.add_parser("refresh", help="for maintainers: regenerate hashes.json and README.md of the series")

@@ -12,7 +12,7 @@ import torch
 
 from ..model_spec import ModelSpec
 from .reference_decoder import ReferenceDecoder
-from .reference_rounding import Rounding
+from .reference_rounding import FLOAT32, exact
 
 
 class NoSink(ReferenceDecoder):
@@ -36,8 +36,8 @@ class NoRoutingBias(ReferenceDecoder):
 
 
 class NoCacheRounding(ReferenceDecoder):
-    def __init__(self, spec, weights, token_classes=(), rounding=Rounding()):
-        super().__init__(spec, weights, token_classes, Rounding(activation=rounding.activation))
+    def __init__(self, spec, weights, token_classes=(), rounding=FLOAT32):
+        super().__init__(spec, weights, token_classes, replace(rounding, window=exact, compressed=exact, index=exact))
 
 
 class UndelayedMix(ReferenceDecoder):

@@ -324,26 +324,31 @@ class ReferenceDecoder:
 
     def experts(self, p: str, u: Tensor, per_token: int, image: Tensor) -> Tensor:
         """The weighted routed experts, summed in float32, plus the shared one."""
-        scores = F.softplus(self.product(u, p + "gate")).sqrt()
+        scores = F.softplus(self.rounding.router(self.product(u, p + "gate"))).sqrt()
         chosen = (scores + self.routing_bias(p, image)).topk(per_token).indices
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.spec.routed_scaling_factor
         routed = torch.zeros_like(u)
         for expert in chosen.unique().tolist():
             token, place = torch.nonzero(chosen == expert, as_tuple=True)
-            y = self.swiglu(f"{p}experts.{expert}.", u[token], self.product)
+            y = self.swiglu(f"{p}experts.{expert}.", u[token], self.product, F.silu)
             routed.index_add_(0, token, y * weights[token, place, None])
-        return self.round(self.round(routed) + self.swiglu(p + "shared_experts.", u, self.linear))
+        shared = self.swiglu(p + "shared_experts.", u, self.linear, self.silu_in_steps)
+        return self.round(self.round(routed) + shared)
 
     def routing_bias(self, p: str, image: Tensor) -> Tensor:
         """Added for the choice of experts only, not to their weights; image spans have their own."""
         bias = self.weights[p + "gate.bias"]
         return torch.where(image[:, None], self.weights[p + "gate.bias_vl"], bias) if image.any() else bias
 
-    def swiglu(self, p: str, u: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:
+    def swiglu(self, p: str, u: Tensor, linear: Callable[[Tensor, str], Tensor],
+               silu: Callable[[Tensor], Tensor]) -> Tensor:
         limit = self.spec.swiglu_limit
         gate, value = linear(u, p + "w1").clamp(max=limit), linear(u, p + "w3").clamp(-limit, limit)
-        return linear(self.round(F.silu(gate) * value), p + "w2")
+        return linear(self.round(silu(gate) * value), p + "w2")
+
+    def silu_in_steps(self, gate: Tensor) -> Tensor:
+        return self.rounding.shared_silu(gate * self.rounding.shared_silu(gate.sigmoid()))
 
     # ------------------------------------------------------------------ engram (section 8)
 

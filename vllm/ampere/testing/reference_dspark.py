@@ -78,7 +78,8 @@ class ReferenceDrafter:
         for i in range(len(base)):
             memory = d.weights[p + "markov_head.embed.weight"][token]
             logits.append(d.round(base[i] + d.linear(memory, p + "markov_head.head")))
-            confidence.append(d.product(torch.cat([self.judged(hidden, normed)[i], memory]), p + "confidence_head.proj"))
+            judged = torch.cat([self.judged(hidden, normed)[i], memory])
+            confidence.append(d.product(judged, p + "confidence_head.proj"))
             token = int(logits[-1].argmax())
             tokens.append(token)
         return Draft(torch.tensor(tokens), torch.stack(logits), normed, torch.cat(confidence))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a V4.1 loses bits besides its weights: four points, gathered in one policy (model_spec sections 3 and 12).
+"""Where a V4.1 loses bits besides its weights, gathered in one policy (model_spec sections 3, 12 and 13).
 
 Every function takes float32 and returns the float32 value that survives; nothing is packed into bytes.
 """
@@ -83,13 +83,18 @@ class Rounding:
 
     Attributes:
         activation: at every tensor that a bfloat16 engine stores: outputs of linears, norms, rotations,
-            stream mixes, expert activations. Statistics, scores, soft-maxes and sums stay float32.
+            stream mixes, expert activations. Statistics, index scores, soft-maxes and sums stay float32.
+        router: router logits. vLLM's gate is a bfloat16 linear wherever no float32-output kernel exists.
+        shared_silu: sigmoid and product inside the shared expert's SiLU, which vLLM's native form
+            computes in bfloat16, one operation at a time; routed experts keep float32 there.
         window: rotated latent [..., 512] on its way into the sliding-window cache.
         compressed: rotated latent [..., 512] on its way into the compressed cache.
         index: rotated index query or key [..., 128].
     """
 
     activation: Callable[[torch.Tensor], torch.Tensor] = exact
+    router: Callable[[torch.Tensor], torch.Tensor] = exact
+    shared_silu: Callable[[torch.Tensor], torch.Tensor] = exact
     window: Callable[[torch.Tensor], torch.Tensor] = exact
     compressed: Callable[[torch.Tensor], torch.Tensor] = exact
     index: Callable[[torch.Tensor], torch.Tensor] = exact
@@ -102,4 +107,4 @@ RELEASED = Rounding(window=lambda x: q8(x, 32), compressed=q4n, index=q4m)
 # The caches of the SM80 engine, all else float32.
 ENGINE_CACHES = Rounding(window=record, compressed=record, index=index_row)
 # The SM80 engine: its caches and its bfloat16 activations.
-ENGINE = Rounding(activation=bf16, window=record, compressed=record, index=index_row)
+ENGINE = Rounding(activation=bf16, router=bf16, shared_silu=bf16, window=record, compressed=record, index=index_row)

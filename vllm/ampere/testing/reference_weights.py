@@ -19,6 +19,7 @@ from ..tensor_table import text_tensors
 Tensor = torch.Tensor
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_DAMAGED = "the file is damaged: download it again"
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -59,7 +60,7 @@ def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
         except FileNotFoundError:
             raise CheckpointError(f"{folder} lacks the shard {shard}", "download it again") from None
         except SafetensorError as error:
-            raise CheckpointError(f"{shard} cannot be read: {error}", "the file is damaged: download it again") from None
+            raise CheckpointError(f"{shard} cannot be read: {error}", _DAMAGED) from None
 
     weights = {}
     for name, shape in tensor_shapes(spec).items():
@@ -83,9 +84,10 @@ def _shards(folder: Path) -> dict[str, str]:
         with safe_open(folder / SINGLE_FILE, "pt") as single:
             return dict.fromkeys(single.keys(), SINGLE_FILE)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}", "give a checkpoint folder") from None
+        missing = f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}"
+        raise CheckpointError(missing, "give a checkpoint folder") from None
     except (SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: {error}", "the file is damaged: download it again") from None
+        raise CheckpointError(f"{folder}: {error}", _DAMAGED) from None
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Iterator
@@ -51,14 +51,14 @@ def write(path: str | os.PathLike, preset: str, seed: int = 0, **overrides) -> P
     wanted = {"preset": preset, "seed": seed, "recipe": asdict(recipe), "version": _version()}
     if _is_written(path, wanted):
         return path
-    _refuse_foreign(path)
     partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
     try:
         with _locked(partial):
-            if _is_written(path, wanted):  # another writer was first
-                shutil.rmtree(partial)
-                return path
             try:
+                if _is_written(path, wanted):  # another writer was first
+                    shutil.rmtree(partial)
+                    return path
+                _refuse_foreign(path)
                 _fill(partial, recipe, seed)
                 sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
                 _write_json(partial / STAMP, wanted | {"files": sizes})
@@ -66,10 +66,10 @@ def write(path: str | os.PathLike, preset: str, seed: int = 0, **overrides) -> P
                 if path.exists():
                     path.rename(replaced)
                 partial.rename(path)
-                shutil.rmtree(replaced, ignore_errors=True)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
+            shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         hint = "free some space, or choose another folder" if error.errno == errno.ENOSPC else "choose another folder"
         raise CheckpointError(f"cannot write the tiny checkpoint {path}: {error.strerror}", hint) from None
@@ -98,19 +98,27 @@ def _refuse_foreign(path: Path) -> None:
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
     """Hold `partial` as an empty folder; the lock ends with the process, so a leftover is taken over."""
-    while True:
-        partial.mkdir(parents=True, exist_ok=True)
-        handle = os.open(partial, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):
-            break
-        os.close(handle)  # its holder renamed it while we waited
+    handle = _acquire(partial)
     try:
         for leftover in partial.iterdir():
             leftover.unlink()
         yield
     finally:
         os.close(handle)
+
+
+def _acquire(partial: Path) -> int:
+    """A locked descriptor of the folder that bears this name now: a holder renames or removes it at the end."""
+    while True:
+        with suppress(FileExistsError):
+            partial.mkdir(parents=True)
+        with suppress(FileNotFoundError), ExitStack() as undo:
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+            undo.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(handle), os.stat(partial)):
+                undo.pop_all()
+                return handle
 
 
 def _fill(folder: Path, recipe: tiny_config.Recipe, seed: int) -> None:

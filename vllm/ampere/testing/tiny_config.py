@@ -113,7 +113,7 @@ class Recipe:
     drafts_agree: bool = False
 
 
-_AGREE = {"block_gain": 0.05, "drafts_agree": True}
+_AGREE = {"block_gain": 0.03, "drafts_agree": True}
 PRESETS = {
     # Comparisons of logits: no router ties, and top-k, candidates and window all bite within 700 tokens.
     "sharp": Recipe(),

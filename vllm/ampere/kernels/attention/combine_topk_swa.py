@@ -11,8 +11,102 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import integers
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
-from .reference import combine_topk_swa_ref
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import EXACT, Case, Implementation, Op
+from ..triton_slots import request_of
+from .reference import WIDTH_MULTIPLE, combine_topk_swa_ref
+
+_BLOCK_C = 256
+_BLOCK_R = 64
+
+
+@triton.jit(do_not_specialize=["requests", "topk", "width", "request_rows", "compressed_rows"])
+def _combine_topk_swa_kernel(
+    topk_rows_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    gather_lens_ptr,
+    indices_ptr,
+    lens_ptr,
+    stride_topk_tok,
+    stride_indices_tok,
+    requests,
+    topk,
+    width,
+    request_rows,
+    compressed_rows,
+    window,
+    ratio,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program owns one token and writes its three regions, column block by column block."""
+    token = tl.program_id(0).to(tl.int64)
+    origin = tl.load(query_start_ptr)
+    request = request_of(token, query_start_ptr, requests, origin, BLOCK_R)
+    seq_len = tl.load(seq_lens_ptr + request)
+    position = (token - (tl.load(query_start_ptr + 1 + request) - origin) + seq_len).to(tl.int32)
+    selected = tl.minimum((position + 1) // ratio, topk)
+    gathered_from = seq_len - tl.load(gather_lens_ptr + request)
+    begin = tl.maximum(tl.maximum(position - window + 1, 0), gathered_from)
+    length = selected + tl.maximum(position - begin + 1, 0)
+    base = request.to(tl.int64) * request_rows
+    recent_base = base + compressed_rows + (begin - gathered_from) - selected
+    for first in range(0, width, BLOCK_C):
+        column = first + tl.arange(0, BLOCK_C)
+        row = tl.load(topk_rows_ptr + token * stride_topk_tok + column, mask=column < selected, other=-1)
+        chosen = tl.where((row >= 0) & (row < compressed_rows), base + row, -1)
+        recent = tl.where(column < length, recent_base + column, -1)
+        index = tl.where(column < selected, chosen, recent).to(tl.int32)
+        tl.store(indices_ptr + token * stride_indices_tok + column, index, mask=column < width)
+    tl.store(lens_ptr + token, length)
+
+
+def _combine_topk_swa_triton(
+    topk_rows, query_start, seq_lens, gather_lens, window, ratio, topk, request_rows, compressed_rows, out=None
+):
+    tokens, device = len(topk_rows), topk_rows.device
+    width = triton.cdiv(topk + window, WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    if out is None:
+        out = (
+            torch.empty(tokens, width, dtype=torch.int32, device=device),
+            torch.empty(tokens, dtype=torch.int32, device=device),
+        )
+    indices, lens = out
+    if tokens:
+        _combine_topk_swa_kernel[(tokens,)](
+            topk_rows,
+            query_start,
+            seq_lens,
+            gather_lens,
+            indices,
+            lens,
+            topk_rows.stride(0),
+            indices.stride(0),
+            len(seq_lens),
+            topk if ratio else 0,
+            width,
+            request_rows,
+            compressed_rows,
+            window,
+            max(ratio, 1),
+            BLOCK_C=_BLOCK_C,
+            BLOCK_R=_BLOCK_R,
+        )
+    return indices, lens
+
+
+COMPILES = (
+    Launch(
+        _combine_topk_swa_kernel,
+        {
+            **{f"{name}_ptr": "*i32:16" for name in ("topk_rows", "query_start", "seq_lens", "gather_lens", "indices", "lens")},
+            **{name: "i32:16" for name in ("stride_topk_tok", "stride_indices_tok", "window")},
+            **{name: "i32" for name in ("requests", "topk", "width", "request_rows", "compressed_rows", "ratio")},
+        },
+        {"BLOCK_C": _BLOCK_C, "BLOCK_R": _BLOCK_R},
+    ),
+)
 
 
 def combine_topk_swa(
@@ -109,6 +203,7 @@ OP = Op(
     ),
     outputs=(Arg("indices", "T width", (torch.int32,)), Arg("lens", "T", (torch.int32,))),
     reference=combine_topk_swa_ref,
+    implementations=(Implementation("triton", _combine_topk_swa_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"indices": EXACT, "lens": EXACT},
     cases=tuple(
         Case(name, {"lengths": lengths, "C": c, "ratio": ratio, "window": window}, _inputs)

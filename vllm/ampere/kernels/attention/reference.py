@@ -7,7 +7,7 @@ from ..kv_cache.reference import gather_dequant_slots_ref
 from ..rope import rotate_tail
 
 _TOKENS_PER_SLICE = 32
-_WIDTH_MULTIPLE = 128
+WIDTH_MULTIPLE = 128
 
 
 def inverse_rope_ref(o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def combine_topk_swa_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `combine_topk_swa`."""
     tokens, device = len(topk_rows), topk_rows.device
-    width = -(-(topk + window) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+    width = -(-(topk + window) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     starts = query_start.long() - query_start[0]
     token = torch.arange(tokens, device=device)
     request = torch.bucketize(token, starts[1:], right=True)

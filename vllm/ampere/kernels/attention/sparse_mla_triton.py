@@ -22,6 +22,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
 _BLOCK_N = 32
+_NUM_WARPS = 8
+_NUM_STAGES = 2
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
@@ -221,17 +223,10 @@ def attend(
         SPLIT=splits > 1,
         BLOCK_H=block_h,
         BLOCK_N=_BLOCK_N,
-        num_warps=_num_warps(block_h),
+        num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )
     return _merge_attn_states_triton(part, lse, sink, out) if splits > 1 else out
-
-
-_NUM_STAGES = 2
-
-
-def _num_warps(block_h: int) -> int:
-    return 4 if block_h == 16 else 8
 
 
 def _sparse_mla_decode_triton(q, sink, scale, window_cache, window_slots, window_lens, compressed_cache=None,
@@ -264,6 +259,7 @@ _POINTERS = {
 }
 _STRIDES = ("q_tok", "q_head", "window_page", "window_tok", "compressed_page", "compressed_tok", "out_split", "out_tok", "out_head")
 _SIZES = {name: "i32" for name in ("window_width", "compressed_width", "tokens", "splits")}
+# 16 and 32 heads differ from these by their masks only.
 COMPILES = tuple(
     Launch(
         _sparse_mla_decode_kernel,
@@ -276,10 +272,11 @@ COMPILES = tuple(
             **_SIZES,
         },
         {"HEADS": heads, "COMPRESSED": compressed, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _BLOCK_N},
-        num_warps=_num_warps(_block_h(heads)),
+        num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
+        spill_bytes=0 if heads <= 16 else 16,
     )
-    for heads in (8, 16, 32, 64)
+    for heads in (8, 64)
     for compressed in (False, True)
     for split in (False, True)
 )

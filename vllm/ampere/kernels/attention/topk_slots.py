@@ -6,8 +6,86 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import integers
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import EXACT, Case, Implementation, Op
+from ..triton_slots import page_slots
 from .reference import topk_slots_ref
+
+_BLOCK_K = 512
+
+
+@triton.jit(do_not_specialize=["width"])
+def _topk_slots_kernel(
+    topk_ptr,
+    request_ptr,
+    table_ptr,
+    positions_ptr,
+    slots_ptr,
+    lens_ptr,
+    stride_topk_tok,
+    stride_table_req,
+    ratio,
+    page_rows,
+    width,
+    BLOCK_K: tl.constexpr,
+):
+    """One program owns one token; `slots_ptr` is dense."""
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(request_ptr + token)
+    table_ptr += tl.maximum(request, 0).to(tl.int64) * stride_table_req
+    visible = tl.where(request >= 0, (tl.load(positions_ptr + token) + 1) // ratio, 0)
+    length = 0
+    for first in range(0, width, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)
+        row = tl.load(topk_ptr + token * stride_topk_tok + column, mask=column < width, other=-1)
+        counts = (row >= 0) & (row < visible)
+        slots = page_slots(table_ptr, row, counts, page_rows)
+        tl.store(slots_ptr + token * width + column, slots, mask=column < width)
+        length = tl.maximum(length, tl.max(tl.where(counts, column + 1, 0), 0))
+    tl.store(lens_ptr + token, length)
+
+
+def _topk_slots_triton(topk, request, block_table, positions, ratio, page_rows):
+    tokens, width = topk.shape
+    slots = torch.empty(tokens, width, dtype=torch.int32, device=topk.device)
+    lens = torch.empty(tokens, dtype=torch.int32, device=topk.device)
+    if tokens:
+        _topk_slots_kernel[(tokens,)](
+            topk,
+            request,
+            block_table,
+            positions,
+            slots,
+            lens,
+            topk.stride(0),
+            block_table.stride(0),
+            ratio,
+            page_rows,
+            width,
+            BLOCK_K=_BLOCK_K,
+        )
+    return slots, lens
+
+
+COMPILES = (
+    Launch(
+        _topk_slots_kernel,
+        {
+            "topk_ptr": "*i32:16",
+            "request_ptr": "*i32:16",
+            "table_ptr": "*i32:16",
+            "positions_ptr": "*i64:16",
+            "slots_ptr": "*i32:16",
+            "lens_ptr": "*i32:16",
+            "stride_topk_tok": "i32:16",
+            "stride_table_req": "i32",
+            "ratio": "i32",
+            "page_rows": "i32:16",
+            "width": "i32",
+        },
+        {"BLOCK_K": _BLOCK_K},
+    ),
+)
 
 
 def topk_slots(
@@ -75,6 +153,7 @@ OP = Op(
     ),
     outputs=(Arg("slots", "T K", (torch.int32,)), Arg("lens", "T", (torch.int32,))),
     reference=topk_slots_ref,
+    implementations=(Implementation("triton", _topk_slots_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"slots": EXACT, "lens": EXACT},
     cases=tuple(
         Case(f"t{t}_k{k}_r{ratio}_p{rows}", {"T": t, "K": k, "ratio": ratio, "page_rows": rows}, _inputs)

@@ -11,8 +11,81 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import integers
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import EXACT, Case, Implementation, Op
+from ..triton_slots import page_slots
 from .reference import window_slots_ref
+
+_BLOCK_W = 256
+
+
+@triton.jit
+def _window_slots_kernel(
+    positions_ptr,
+    request_ptr,
+    table_ptr,
+    first_ptr,
+    ahead_ptr,
+    slots_ptr,
+    lens_ptr,
+    stride_table_req,
+    window,
+    page_rows,
+    AHEAD: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program owns one token; `slots_ptr` is dense."""
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(request_ptr + token)
+    row_of = tl.maximum(request, 0).to(tl.int64)
+    last = tl.load(positions_ptr + token)
+    if AHEAD:
+        last += tl.load(ahead_ptr + token)
+    begin = tl.maximum(tl.maximum(last - window + 1, 0), tl.load(first_ptr + row_of))
+    length = tl.where(request >= 0, tl.maximum(last - begin + 1, 0), 0)
+    for left in range(0, window, BLOCK_W):
+        column = left + tl.arange(0, BLOCK_W)
+        slots = page_slots(table_ptr + row_of * stride_table_req, begin + column, column < length, page_rows)
+        tl.store(slots_ptr + token * window + column, slots, mask=column < window)
+    tl.store(lens_ptr + token, length.to(tl.int32))
+
+
+def _window_slots_triton(positions, request, block_table, first, window, page_rows, ahead=None):
+    tokens = len(positions)
+    slots = torch.empty(tokens, window, dtype=torch.int32, device=positions.device)
+    lens = torch.empty(tokens, dtype=torch.int32, device=positions.device)
+    if tokens:
+        _window_slots_kernel[(tokens,)](
+            positions,
+            request,
+            block_table,
+            first,
+            request if ahead is None else ahead,
+            slots,
+            lens,
+            block_table.stride(0),
+            window,
+            page_rows,
+            AHEAD=ahead is not None,
+            BLOCK_W=_BLOCK_W,
+        )
+    return slots, lens
+
+
+COMPILES = tuple(
+    Launch(
+        _window_slots_kernel,
+        {
+            "positions_ptr": "*i64:16",
+            **{f"{name}_ptr": "*i32:16" for name in ("request", "table", "first", "ahead", "slots", "lens")},
+            "stride_table_req": "i32",
+            "window": "i32",
+            "page_rows": "i32:16",
+        },
+        {"AHEAD": ahead, "BLOCK_W": _BLOCK_W},
+    )
+    for ahead in (False, True)
+)
 
 
 def window_slots(
@@ -85,6 +158,7 @@ OP = Op(
     ),
     outputs=(Arg("slots", "T window", (torch.int32,)), Arg("lens", "T", (torch.int32,))),
     reference=window_slots_ref,
+    implementations=(Implementation("triton", _window_slots_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"slots": EXACT, "lens": EXACT},
     cases=tuple(
         Case(f"t{t}_w{window}_a{ahead}", {"T": t, "window": window, "page_rows": rows, "ahead": ahead}, _inputs)

@@ -9,9 +9,10 @@ import torch
 
 from ...errors import ContractError
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import unavailable
+from ..registry import EXACT, Case, Implementation, Op
 from .reference import compressor_insert_ref
-from .window_insert import AXES, CACHE, SIZES, check_rows, insert_inputs
+from .window_insert import AXES, CACHE, SIZES, check_rows, insert_inputs, insert_rows_triton
 
 
 def compressor_insert(
@@ -72,6 +73,7 @@ OP = Op(
     ),
     outputs=(),
     reference=compressor_insert_ref,
+    implementations=(Implementation("triton", insert_rows_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"cache": EXACT},
     cases=tuple(
         Case(f"{name}_r{ratio}", sizes | {"ratio": ratio}, _inputs) for name, sizes in SIZES.items() for ratio in (1, 2)

@@ -12,7 +12,9 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import normal
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op, Tolerance
+from ..launch import unavailable
+from ..registry import EXACT, Case, Implementation, Op, Tolerance
+from .compressor_pool_triton import _compressor_pool_triton
 from .reference import compressor_pool_ref
 
 
@@ -141,6 +143,7 @@ OP = Op(
     ),
     outputs=(Arg("latent", "T 512", (torch.bfloat16,)),),
     reference=compressor_pool_ref,
+    implementations=(Implementation("triton", _compressor_pool_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"latent": Tolerance(2e-3, 4e-2), "state": EXACT},
     cases=(
         *(Case(f"{name}_r{r}", sizes | {"ratio": r}, _inputs) for name, sizes in _BATCHES.items() for r in (1, 2)),

@@ -10,9 +10,118 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import kv_pages
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import Launch, tl, triton, unavailable
+from ..registry import EXACT, Case, Implementation, Op
+from ..triton_slots import page_slots
 from .reference import gather_dequant_ref, gather_dequant_slots_ref
+from .triton_record import copy_numbers, record_pointers
 from .window_insert import CACHE
+
+_ROWS = 16
+_MAX_PROGRAMS = 8192
+
+
+@triton.jit(do_not_specialize=["offset", "out_rows"])
+def _gather_dequant_kernel(
+    cache_ptr,
+    seq_lens_ptr,
+    gather_lens_ptr,
+    table_ptr,
+    out_ptr,
+    stride_page,
+    stride_table_req,
+    stride_out_req,
+    stride_out_row,
+    page_rows,
+    offset,
+    out_rows,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The programs of a request take its tiles of `ROWS` rows in turn, as many as its length calls for."""
+    request = tl.program_id(0).to(tl.int64)
+    end = tl.load(seq_lens_ptr + request)
+    length = end if WHOLE else tl.load(gather_lens_ptr + request)
+    out_ptr += request * stride_out_req
+    table_ptr += request * stride_table_req
+    for first in range(tl.program_id(1) * ROWS, length, tl.num_programs(1) * ROWS):
+        offs = first + tl.arange(0, ROWS)
+        counts = (offs < length) & (offset + offs < out_rows)
+        slots = tl.maximum(page_slots(table_ptr, end - length + offs, counts, page_rows), 0)
+        data_ptr, scale_ptr = record_pointers(cache_ptr, slots, stride_page, page_rows)
+        row_ptr = out_ptr + (offset + offs).to(tl.int64) * stride_out_row
+        copy_numbers(row_ptr, data_ptr, scale_ptr, counts, counts, ROWS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather_dequant_slots_kernel(cache_ptr, slots_ptr, rows_ptr, stride_page, page_rows, count, ROWS: tl.constexpr):
+    """One program owns `ROWS` slots; `rows_ptr` is dense."""
+    offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slots = tl.load(slots_ptr + offs, mask=offs < count, other=-1)
+    data_ptr, scale_ptr = record_pointers(cache_ptr, tl.maximum(slots, 0), stride_page, page_rows)
+    copy_numbers(rows_ptr + offs * 512, data_ptr, scale_ptr, slots >= 0, offs < count, ROWS)
+
+
+def _gather_dequant_triton(cache, seq_lens, gather_lens, block_table, out, offset):
+    requests, out_rows, _ = out.shape
+    if requests and out_rows > offset:
+        programs = min(triton.cdiv(out_rows - offset, _ROWS), max(1, _MAX_PROGRAMS // requests))
+        _gather_dequant_kernel[(requests, programs)](
+            cache,
+            seq_lens,
+            seq_lens if gather_lens is None else gather_lens,
+            block_table,
+            out,
+            cache.stride(0),
+            block_table.stride(0),
+            *out.stride()[:2],
+            cache.shape[1],
+            offset,
+            out_rows,
+            WHOLE=gather_lens is None,
+            ROWS=_ROWS,
+        )
+
+
+def _gather_dequant_slots_triton(cache, slots, dtype=torch.float32):
+    rows = torch.empty(len(slots), 512, dtype=dtype, device=cache.device)
+    if count := len(slots):
+        _gather_dequant_slots_kernel[(triton.cdiv(count, _ROWS),)](
+            cache, slots, rows, cache.stride(0), cache.shape[1], count, ROWS=_ROWS
+        )
+    return rows
+
+
+_CACHE_TYPES = {"cache_ptr": "*u8:16", "stride_page": "i32:16", "page_rows": "i32:16"}
+COMPILES = (
+    *(
+        Launch(
+            _gather_dequant_kernel,
+            {
+                **_CACHE_TYPES,
+                "seq_lens_ptr": "*i32:16",
+                "gather_lens_ptr": "*i32:16",
+                "table_ptr": "*i32:16",
+                "out_ptr": "*bf16:16",
+                "stride_table_req": "i32",
+                "stride_out_req": "i32:16",
+                "stride_out_row": "i32:16",
+                "offset": "i32",
+                "out_rows": "i32",
+            },
+            {"WHOLE": whole, "ROWS": _ROWS},
+        )
+        for whole in (False, True)
+    ),
+    *(
+        Launch(
+            _gather_dequant_slots_kernel,
+            {**_CACHE_TYPES, "slots_ptr": "*i64:16", "rows_ptr": rows, "count": "i32"},
+            {"ROWS": _ROWS},
+        )
+        for rows in ("*fp32:16", "*bf16:16")
+    ),
+)
 
 
 def gather_dequant(
@@ -123,6 +232,7 @@ PAGES = Op(
     ),
     outputs=(),
     reference=gather_dequant_ref,
+    implementations=(Implementation("triton", _gather_dequant_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"out": EXACT},
     cases=(
         Case("empty", {"lengths": [], "P": 32, "tail": None}, _pages_inputs),
@@ -143,6 +253,7 @@ SLOTS = Op(
     inputs=(CACHE, Arg("slots", "N", (torch.int64,))),
     outputs=(Arg("rows", "N 512", (torch.float32, torch.bfloat16)),),
     reference=gather_dequant_slots_ref,
+    implementations=(Implementation("triton", _gather_dequant_slots_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"rows": EXACT},
     cases=tuple(Case(f"n{n}_p{p}", {"N": n, "B": 4, "P": p}, _slots_inputs) for n, p in ((0, 32), (1, 64), (129, 128))),
     bytes_moved=lambda s: s["N"] * (584 + 2048 + 8),

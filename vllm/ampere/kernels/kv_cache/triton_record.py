@@ -36,3 +36,18 @@ def load_rope(data_ptr, counts):
     """bfloat16 [rows, 64]: the rotary dimensions; 0 if not counted."""
     rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.bfloat16))
     return tl.load(rope_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=counts[:, None], other=0.0)
+
+
+@triton.jit
+def copy_numbers(out_row_ptr, data_ptr, scale_ptr, counts, mask, ROWS: tl.constexpr):
+    """Write all 512 numbers of ROWS records to rows in memory, in their dtype; zeros where masked in and not counted."""
+    dtype = out_row_ptr.dtype.element_ty
+    out, mask = out_row_ptr[:, None], mask[:, None]
+    nope_a = load_nope(data_ptr, scale_ptr, counts, 0, 256, ROWS)
+    nope_b = load_nope(data_ptr, scale_ptr, counts, 256, 128, ROWS)
+    nope_c = load_nope(data_ptr, scale_ptr, counts, 384, 64, ROWS)
+    offs_64 = tl.arange(0, 64)[None, :]
+    tl.store(out + tl.arange(0, 256)[None, :], nope_a.to(dtype), mask=mask)
+    tl.store(out + 256 + tl.arange(0, 128)[None, :], nope_b.to(dtype), mask=mask)
+    tl.store(out + 384 + offs_64, nope_c.to(dtype), mask=mask)
+    tl.store(out + 448 + offs_64, load_rope(data_ptr, counts).to(dtype), mask=mask)

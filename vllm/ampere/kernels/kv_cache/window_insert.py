@@ -11,8 +11,94 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import integers, kv_pages, normal, rope_table
 from ..contracts import Arg
-from ..registry import EXACT, Case, Op
+from ..launch import Launch, tl, triton, unavailable
+from ..quantization.triton_codec import float_to_e4m3, inverse_scale, magnitude_bits, power_of_two_byte
+from ..registry import EXACT, Case, Implementation, Op
+from ..triton_rope import load_pairs, load_turn, rotate_pairs
 from .reference import window_insert_ref
+from .triton_record import record_pointers
+
+_NUM_WARPS = 2
+
+
+@triton.jit
+def _window_insert_kernel(
+    latent_ptr,
+    cache_ptr,
+    slots_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    stride_latent_tok,
+    stride_page,
+    stride_cos_sin,
+    page_rows,
+    ratio,
+):
+    """One program owns one slot; a group's row is stored by the token that closes it, rotated at its first one."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    position = tl.load(positions_ptr + token)
+    if (slot >= 0) & ((position + 1) % ratio == 0):
+        data_ptr, scale_ptr = record_pointers(cache_ptr, slot, stride_page, page_rows)
+        row_ptr = latent_ptr + token * stride_latent_tok
+        # Seven groups, and the rotary dimensions in the eighth place, masked.
+        offs_group, offs_d = tl.arange(0, 8), tl.arange(0, 64)
+        is_nope = (offs_group < 7)[:, None]
+        offs = offs_group[:, None] * 64 + offs_d[None, :]
+        x = tl.load(row_ptr + offs, mask=is_nope, other=0.0).to(tl.float32)
+        byte = power_of_two_byte(tl.max(magnitude_bits(x), 1))
+        tl.store(data_ptr + offs, float_to_e4m3(x * inverse_scale(byte)[:, None]), mask=is_nope)
+        tl.store(scale_ptr + offs_group, tl.where(offs_group < 7, byte, 0).to(tl.uint8))
+        even, odd = load_pairs(row_ptr + 448 + offs_d[None, :], offs_d[None, :] < 64, 1)
+        cos, sin = load_turn(cos_sin_ptr + position // ratio * ratio * stride_cos_sin)
+        rope_ptr = (data_ptr + 448).to(tl.pointer_type(tl.bfloat16))
+        tl.store(rope_ptr + offs_d[None, :], rotate_pairs(even, odd, cos[None, :], sin[None, :]).to(tl.bfloat16))
+
+
+def insert_rows_triton(latent, cache, slots, positions, cos_sin, ratio: int) -> None:
+    """Both writers: `compressor_insert`, and with ratio 1 `window_insert`."""
+    if len(slots):
+        _window_insert_kernel[(len(slots),)](
+            latent,
+            cache,
+            slots,
+            positions,
+            cos_sin,
+            latent.stride(0),
+            cache.stride(0),
+            cos_sin.stride(0),
+            cache.shape[1],
+            ratio,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _window_insert_triton(kv, cache, slots, positions, cos_sin):
+    insert_rows_triton(kv, cache, slots, positions, cos_sin, 1)
+
+
+COMPILES = tuple(
+    Launch(
+        _window_insert_kernel,
+        {
+            "latent_ptr": "*bf16:16",
+            "cache_ptr": "*u8:16",
+            "slots_ptr": "*i64:16",
+            "positions_ptr": "*i64:16",
+            "cos_sin_ptr": "*fp32:16",
+            "stride_latent_tok": "i32:16",
+            "stride_page": "i32:16",
+            "stride_cos_sin": "i32:16",
+            "page_rows": "i32:16",
+            **({"ratio": "i32"} if ratio > 1 else {}),
+        },
+        {} if ratio > 1 else {"ratio": 1},
+        num_warps=_NUM_WARPS,
+        fp_fusion=False,
+    )
+    for ratio in (1, 2)
+)
 
 
 def window_insert(
@@ -106,6 +192,7 @@ OP = Op(
     ),
     outputs=(),
     reference=window_insert_ref,
+    implementations=(Implementation("triton", _window_insert_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"cache": EXACT},
     cases=tuple(Case(name, sizes, insert_inputs) for name, sizes in SIZES.items()),
     bytes_moved=lambda s: s["S"] * (1024 + 584 + 16 + 256),

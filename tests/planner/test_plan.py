@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole plans: the budget adds up, refusals say how much is missing, and published deployments come out."""
+
+import pytest
+
+from vllm.ampere.errors import UsageError
+from vllm.ampere.planner.inventory import parse
+from vllm.ampere.planner.kv_blocks import KvBlocks
+from vllm.ampere.planner.memory import GIB, Serving, workspace_bytes
+from vllm.ampere.planner.pipeline import stages
+from vllm.ampere.planner.plan import Layout, make_plan, remedies
+from vllm.ampere.planner.presets import load
+from vllm.ampere.planner.search import layouts, search
+
+BOX = parse("8x80")
+TP4_PP2 = Layout(tensor=4, partition=(20, 20))
+# Stock vLLM: four requests are gathered for a prefill at once.
+STOCK = {"gather_requests": 4}
+
+
+def test_budget_adds_up(table):
+    plan = make_plan(table, BOX, TP4_PP2, Serving(context=1 << 18))
+    assert not plan.refusals
+    for stage in plan.stages:
+        used = stage.weights.total + sum(stage.workspace.values()) + stage.free_bytes
+        assert used == int(80 * 0.92 * GIB)
+        assert stage.blocks * stage.block_bytes <= stage.free_bytes < (stage.blocks + 1) * stage.block_bytes
+    assert plan.blocks == min(stage.blocks for stage in plan.stages)
+    assert plan.capacity_tokens == int(plan.concurrency * (1 << 18))
+
+
+def test_a_refusal_says_exactly_how_much_is_missing(table):
+    """A card with that much more holds one request; with a MiB less than that it does not."""
+    serving = Serving()
+    small = parse("8x47")
+    plan = make_plan(table, small, TP4_PP2, serving)
+    assert len(plan.refusals) == sum(stage.missing_bytes > 0 for stage in plan.stages) > 0
+    assert f"lacks {plan.missing_bytes / GIB:.2f} GiB for one request of 1048576 tokens" in " ".join(plan.refusals)
+    for extra, fits in ((plan.missing_bytes + 64, True), (plan.missing_bytes - 2**20, False)):
+        grown = small.model_copy(update={"card_gib": 47 + extra / GIB / 0.92})
+        assert bool(make_plan(table, grown, TP4_PP2, serving).refusals) is not fits
+
+
+def test_remedies_are_what_the_changes_give(table):
+    box = load("a100-80g-x4-tp4").inventory
+    layout = Layout(tensor=4, partition=(40,))
+    plan = make_plan(table, box, layout, Serving())
+    first, *rest = remedies(table, plan)
+    whole = make_plan(table, box, layout.model_copy(update={"expert_parallel": True}), Serving())
+    assert first == f"with expert parallelism: {(plan.missing_bytes - whole.missing_bytes) / GIB:.2f} GiB less"
+    assert [line.partition(":")[0] for line in rest][:2] == ["for a context of 131072 tokens", "without the draft"]
+
+
+@pytest.mark.parametrize(
+    "shape, layout, words",
+    [
+        ("6x64", Layout(tensor=2, partition=(14, 14, 12)), "layer 28 needs the compressed rows of layer 20; cuts in"),
+        ("6x64", Layout(tensor=6, partition=(40,)), "TP6 cannot share 8 output groups"),
+        ("4x80", TP4_PP2, "TP4xPP2 takes 8 cards, there are 4"),
+    ],
+)
+def test_impossible_layouts(table, shape, layout, words):
+    plan = make_plan(table, parse(shape), layout, Serving())
+    assert plan.stages == () and words in " ".join(plan.refusals)
+
+
+def test_host_memory_is_checked_by_node(table):
+    box = parse("2x8x40").model_copy(update={"host_gib": 200.0})
+    layout = Layout(tensor=8, partition=(20, 20))
+    plan = make_plan(table, box, layout, Serving(huge_pages=False))
+    assert plan.refusals == ("node 0 pins 264.0 GiB for engram tables, it may pin 200.0",)
+    assert plan.host_bytes[1] == 0
+    assert "power of two" in plan.warnings[0]
+    assert not make_plan(table, box, layout, Serving()).refusals
+
+
+def test_a_context_longer_than_the_models(table):
+    with pytest.raises(UsageError, match="more than the model's 1048576"):
+        make_plan(table, BOX, TP4_PP2, Serving(context=(1 << 20) + 1))
+
+
+def test_arguments(table):
+    plan = make_plan(table, BOX, TP4_PP2, Serving(context=1 << 18, images=False, batched_tokens=4096))
+    words = plan.arguments()
+    options = dict(zip(words[::2], words[1::2]))
+    assert plan.environment() == {"VLLM_PP_LAYER_PARTITION": "20,20"}
+    assert options == {
+        "--tensor-parallel-size": "4", "--pipeline-parallel-size": "2", "--max-model-len": "262144",
+        "--max-num-batched-tokens": "4096", "--max-num-seqs": "32", "--gpu-memory-utilization": "0.92",
+        "--attention-config": '{"sparse_mla_prefill_workspace_factor":5}',
+        "--engram-config": '{"cpu_offload":true,"use_thp":true}',
+        "--speculative-config": '{"method":"dspark","num_speculative_tokens":5}',
+        "--limit-mm-per-prompt": '{"image":0}',
+    }
+    whole = make_plan(table, BOX, Layout(tensor=8, partition=(40,), expert_parallel=True), Serving(draft_tokens=0))
+    assert whole.environment() == {} and "--enable-expert-parallel" in whole.arguments()
+    assert "--speculative-config" not in whole.arguments()
+
+
+def test_search_lists_every_layout_once(table):
+    found = list(layouts(table.spec, 8))
+    assert len(found) == len(set(map(str, [(each, each.partition) for each in found])))
+    assert {each.cards for each in found} == {8}
+    # TP8: 1 x 2; TP4: 5 x 2; TP2: (10 + the even one) x 2; TP1: the even one.
+    assert len(found) == 2 + 10 + 22 + 1
+
+
+def test_search_puts_what_fits_first_and_the_fastest_of_it(table):
+    plans = search(table, BOX, Serving(draft_tokens=0))
+    fitting = [plan for plan in plans if not plan.refusals]
+    assert plans[: len(fitting)] == fitting
+    assert (fitting[0].layout.tensor, fitting[0].layout.partition) == (4, (20, 20))
+    assert all(a.step.total <= b.step.total + 0.01 for a, b in zip(fitting, fitting[1:]))
+
+
+def test_stock_prefill_workspace(table):
+    """1M tokens: four requests of every token's row of 1 KiB; at 256K the indexer's keys, 1.38 GB, weigh as much."""
+    (whole,) = stages(table.spec, (40,))
+    stock = workspace_bytes(table.spec, whole, 8, False, Serving(**STOCK))
+    assert round(stock["gather"] / 1e9, 1) == 4.3
+    ours = workspace_bytes(table.spec, whole, 8, False, Serving(context=1 << 18))
+    assert ours["gather"] == 262_144 * 40 * 132
+
+
+# Deployments that others have published, each with what it leaves unsaid in docs/en/topologies.md.
+
+
+def test_published_weights_of_tp8(table):
+    """36.59 GiB a card: without padding, so whole experts or another kernel."""
+    plan = make_plan(table, BOX, Layout(tensor=8, partition=(40,), expert_parallel=True), Serving())
+    assert plan.stages[0].weights.total / GIB == pytest.approx(36.59, rel=0.01)
+
+
+def test_published_concurrency_at_256k(table):
+    """34 requests of 262,144 tokens on eight cards of 80 GB at TP8."""
+    box = load("a800-80g-x8-tp4-pp2").inventory
+    layout = Layout(tensor=8, partition=(40,), expert_parallel=True)
+    plan = make_plan(table, box, layout, Serving(context=1 << 18, draft_tokens=0, **STOCK))
+    assert int(plan.concurrency) == 34
+
+
+def test_published_weights_and_tokens_of_two_nodes(table):
+    """16 cards of 40 GB: 20.5 GB a card, 5.65 million tokens with 2.2 GB for graphs and 2 GB for communication."""
+    preset = load("a800-40g-x16-tp8-pp2")
+    layout = preset.layout.model_copy(update={"expert_parallel": True})
+    serving = Serving(graphs_gib=2.2e9 / GIB, runtime_gib=2e9 / GIB, **STOCK)
+    plan = make_plan(table, preset.inventory, layout, serving)
+    assert round(plan.stages[1].weights.total / 1e9, 1) == 20.5
+    assert plan.capacity_tokens == pytest.approx(5.65e6, rel=0.25)
+    # 4.0 GB, the pool that the same text names, holds half of that.
+    kv = KvBlocks(table.spec, stages(table.spec, (20, 20)), 5, 3 * serving.batched_tokens)
+    assert kv.capacity_tokens(int(4.0e9) // 138_240, 1 << 20) < 5.65e6 / 2
+
+
+def test_published_tokens_of_six_cards(table):
+    """4,648,480 tokens on 6 x 64 GB at 14,14,12, which is 4.433 requests of 1M; the middle stage decides."""
+    cut = stages(table.spec, (14, 14, 12))
+    serving = Serving(batched_tokens=2048, gather_requests=1)
+    kv = KvBlocks(table.spec, cut, 5, 4 * serving.batched_tokens)
+    held = table.rank(cut[1], 2, False, True, True).total
+    workspace = sum(workspace_bytes(table.spec, cut[1], 2, False, serving).values())
+    free = int(64 * 0.92 * GIB) - held - workspace
+    assert kv.capacity_tokens(free // 138_240, 1 << 20) == pytest.approx(4_648_480, rel=0.25)

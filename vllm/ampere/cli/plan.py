@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ampere plan`: which layouts fit a box of cards, what each card holds, and the arguments to serve with."""
+
+import re
+import shlex
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import AmpereError, UsageError
+from .console import Console
+
+if TYPE_CHECKING:
+    from ..planner.inventory import Inventory
+    from ..planner.memory import Serving
+    from ..planner.plan import Layout, Plan, StagePlan
+    from ..planner.weights import WeightTable
+
+_GIB = 2**30
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+# Columns of a list of layouts, and what each says.
+COLUMNS = {
+    "layout": "ranks of a tensor group x pipeline stages, +EP with whole experts on each rank",
+    "layers": "of each stage",
+    "weights": "GiB a card, stage by stage, as the engine holds them",
+    "stored": "the same without Marlin's padding of the experts",
+    "workspace": "GiB a card for buffers, activations, graphs, NCCL and CUDA",
+    "free": "GiB a card that remain for the KV cache",
+    "tokens": "in the KV cache, as vLLM prints them for the wanted context",
+    "requests": "of the wanted context at once",
+    "host": "GiB of pinned host memory, node by node",
+    "cut": "bytes of one token from stage to stage",
+    "step": "ms of a decode step of one request, estimated",
+    "verdict": "ok, or why it is refused",
+}
+
+
+def register(commands) -> None:
+    """Add the command to a subparser collection."""
+    parser = commands.add_parser("plan", help="which layouts fit a box of cards", description=__doc__)
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint, read from its headers (default: the release)")
+    box = parser.add_mutually_exclusive_group()
+    box.add_argument("--preset", metavar="NAME", help="a box, a layout and how to serve on it, by name")
+    box.add_argument("--gpus", metavar="8x80", help="cards x GiB, or nodes x cards x GiB (default: this machine's)")
+    box.add_argument("--inventory", metavar="FILE", help="the box as JSON")
+    parser.add_argument("--link", choices=("pcie", "nvlink"), help="what joins the cards of --gpus (default: pcie)")
+    parser.add_argument("--partition", metavar="20,20", help="one layout only: the layers of each pipeline stage")
+    parser.add_argument("--expert-parallel", action="store_true", help="with --partition: whole experts on each card")
+    parser.add_argument("--context", metavar="TOKENS", help="longest request, as 262144, 256K or 1M (default: 1M)")
+    parser.add_argument("--batched-tokens", metavar="TOKENS", help="tokens of one step (default: 8192)")
+    parser.add_argument("--requests", metavar="N", help="requests of one step (default: 32)")
+    parser.add_argument("--no-draft", action="store_true", help="without DSpark")
+    parser.add_argument("--no-images", action="store_true", help="without the vision tower")
+    parser.add_argument("--all", action="store_true", help="every layout, with the reason where it is refused")
+    box.add_argument("--presets", action="store_true", help="every preset, planned")
+    formats = ("table", "json", "args")
+    parser.add_argument("--format", choices=formats, default="table", help="how to print (default: table)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace, console: Console) -> int:
+    try:
+        import pydantic  # noqa: F401
+    except ImportError as error:
+        hint = "install vLLM, which brings it, or pydantic alone"
+        raise AmpereError("the planner needs the package pydantic, which is not installed", hint) from error
+    from ..planner import presets, search
+    from ..planner.plan import make_plan
+
+    if console.format == "args" and (arguments.all or arguments.presets):
+        raise UsageError("--format args prints one layout, not a list", "leave out --all and --presets")
+    if arguments.presets:
+        table = _table(arguments)
+        named = {name: presets.load(name) for name in presets.names()}
+        plans = {
+            name: make_plan(table, each.inventory, each.layout, each.serving.model_copy(update=_serving(arguments)))
+            for name, each in named.items()
+        }
+        return _list(list(plans.values()), console, list(plans))
+    inventory, layout, serving = _asked(arguments)
+    table = _table(arguments)
+    if arguments.all:
+        return _list(search.search(table, inventory, serving), console)
+    plan = make_plan(table, inventory, layout, serving) if layout else search.search(table, inventory, serving)[0]
+    return _one(table, plan, console)
+
+
+def _table(arguments: Namespace) -> "WeightTable":
+    from ..planner.weights import WeightTable
+
+    if arguments.model is None:
+        from ..model_spec import ModelSpec
+
+        return WeightTable(ModelSpec())
+    from ..checkpoint import inspect
+
+    report = inspect(arguments.model)
+    return WeightTable(report.spec, (stored.spec for stored in report.tensors.values()))
+
+
+def _asked(arguments: Namespace) -> "tuple[Inventory, Layout | None, Serving]":
+    """The box, the layout if one is named, and how to serve."""
+    from ..planner import inventory, presets
+    from ..planner.memory import Serving
+
+    layout, serving = None, Serving()
+    if arguments.link and not arguments.gpus:
+        raise UsageError("--link goes with --gpus", "write --gpus 8x80 --link nvlink")
+    if arguments.preset:
+        preset = presets.load(arguments.preset)
+        box, layout, serving = preset.inventory, preset.layout, preset.serving
+    elif arguments.inventory:
+        box = inventory.load(Path(arguments.inventory))
+    elif arguments.gpus:
+        box = inventory.parse(arguments.gpus, arguments.link or "pcie")
+    else:
+        box = inventory.detect()
+    if arguments.partition:
+        layout = _layout(arguments, box)
+    elif arguments.expert_parallel:
+        raise UsageError("--expert-parallel goes with --partition", "write --partition 20,20 --expert-parallel")
+    return box, layout, serving.model_copy(update=_serving(arguments))
+
+
+def _layout(arguments: Namespace, box: "Inventory") -> "Layout":
+    from ..planner.plan import Layout
+
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.partition):
+        hint = "write the layers of each stage: 20,20"
+        raise UsageError(f"--partition {arguments.partition!r} is no list of layers", hint)
+    partition = tuple(map(int, arguments.partition.split(",")))
+    if box.total % len(partition):
+        raise UsageError(
+            f"{box.total} cards cannot be dealt out over {len(partition)} stages", "the stages must divide the cards"
+        )
+    return Layout(tensor=box.total // len(partition), partition=partition, expert_parallel=arguments.expert_parallel)
+
+
+def _serving(arguments: Namespace) -> dict[str, Any]:
+    asked = {"context": arguments.context, "batched_tokens": arguments.batched_tokens, "requests": arguments.requests}
+    update: dict[str, Any] = {name: _tokens(name, word) for name, word in asked.items() if word is not None}
+    if arguments.no_draft:
+        update["draft_tokens"] = 0
+    if arguments.no_images:
+        update["images"] = False
+    return update
+
+
+def _tokens(name: str, word: str) -> int:
+    match = re.fullmatch(r"([1-9]\d*)([KM]?)", word.upper())
+    if not match:
+        raise UsageError(f"--{name.replace('_', '-')} {word!r} is no count", "write 262144, 256K or 1M")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _list(plans: "list[Plan]", console: Console, names: list[str] | None = None) -> int:
+    if console.format == "json":
+        documents = [plan.document() for plan in plans]
+        console.document(dict(zip(names, documents)) if names else documents)
+    else:
+        rows = [_row(plan) for plan in plans]
+        for name, row in zip(names or (), rows):
+            row["preset"] = name
+        console.table(rows, (*["preset"] * bool(names), *COLUMNS))
+        for title, meaning in COLUMNS.items():
+            console.progress(f"{title}: {meaning}")
+    return 0 if any(not plan.refusals for plan in plans) else 1
+
+
+def _row(plan: "Plan") -> dict[str, Any]:
+    def by_stage(value) -> str:
+        return " ".join(f"{value(stage) / _GIB:.1f}" for stage in plan.stages) or "-"
+
+    return {
+        "layout": str(plan.layout),
+        "layers": ",".join(map(str, plan.layout.partition)),
+        "weights": by_stage(lambda stage: stage.weights.total),
+        "stored": by_stage(lambda stage: stage.weights.total - stage.weights.expert_padding),
+        "workspace": by_stage(lambda stage: sum(stage.workspace.values())),
+        "free": by_stage(lambda stage: stage.free_bytes),
+        "tokens": f"{plan.capacity_tokens:,}" if plan.stages else "-",
+        "requests": f"{plan.concurrency:.1f}" if plan.stages else "-",
+        "host": " ".join(f"{pinned / _GIB:.0f}" for pinned in plan.host_bytes) or "-",
+        "cut": " ".join(str(stage.crossing_bytes) for stage in plan.stages[:-1]) or "-",
+        "step": f"{plan.step.total:.1f}" if plan.step else "-",
+        "verdict": _verdict(plan),
+    }
+
+
+def _verdict(plan: "Plan") -> str:
+    if plan.missing_bytes:
+        return f"lacks {plan.missing_bytes / _GIB:.2f} GiB a card"
+    return "; ".join(plan.refusals or ("ok", *plan.warnings))
+
+
+def _one(table: "WeightTable", plan: "Plan", console: Console) -> int:
+    from ..planner.plan import remedies
+
+    if console.format == "json":
+        console.document(plan.document())
+    elif console.format == "args" and plan.refusals:
+        pass
+    elif console.format == "args":
+        environment = [f"{name}={value}" for name, value in plan.environment().items()]
+        console.text(" ".join([*environment, shlex.join(["vllm", "serve", "MODEL", *plan.arguments()])]))
+    else:
+        _show(plan, console)
+    for line in plan.warnings:
+        console.warning(line)
+    for line in plan.refusals:
+        console.error(AmpereError(line))
+    if plan.missing_bytes:
+        for line in remedies(table, plan):
+            console.hint(line)
+    elif plan.refusals:
+        console.hint("see --all for the layouts that this box can run")
+    return 1 if plan.refusals else 0
+
+
+def _show(plan: "Plan", console: Console) -> None:
+    layers = ",".join(map(str, plan.layout.partition))
+    console.text(f"{plan.layout} on {plan.inventory.total} cards of {plan.inventory.card_gib:g} GiB, layers {layers}")
+    if not plan.stages:
+        return
+    rows: list[dict[str, Any]] = []
+    for title, value in _lines(plan.stages[0]):
+        row = {"GiB a card": title}
+        for number, stage in enumerate(plan.stages):
+            row[f"stage {number}"] = value(stage)
+        rows.append(row)
+    console.table(rows, ("GiB a card", *(f"stage {number}" for number in range(len(plan.stages)))))
+    step, context = plan.step, plan.serving.context
+    pinned = zip(plan.host_bytes, plan.host_rounded_bytes)
+    facts = {
+        "KV cache": f"{plan.capacity_tokens:,} tokens, {plan.concurrency:.2f} requests of {context:,}; "
+                    f"longest request {plan.longest_context:,}",
+        "pinned on hosts": ", ".join(
+            f"node {node}: {held / _GIB:.1f} GiB ({rounded / _GIB:.1f} without use_thp)"
+            for node, (held, rounded) in enumerate(pinned)
+        ),
+        "decode step": f"{step.total:.1f} ms for one request: launches {step.launches:.1f}, "
+                       f"weights {step.weights:.1f}, reductions {step.reductions:.2f}, hops {step.hops:.3f}",
+        "a tensor group meets over": step.group or "one card",
+    }
+    console.table([{"what": what, "value": value} for what, value in facts.items()], ("what", "value"))
+
+
+def _lines(first: "StagePlan"):
+    """Title and value of each line of a stage's column."""
+    def gib(value):
+        return lambda stage: f"{value(stage) / _GIB:.2f}"
+
+    yield "layers", lambda stage: f"{stage.stage.start}-{stage.stage.end - 1}"
+    for name in vars(first.weights):
+        yield name.replace("_", " "), gib(lambda stage, name=name: getattr(stage.weights, name))
+    for name in first.workspace:
+        yield f"for {name}", gib(lambda stage, name=name: stage.workspace[name])
+    yield "free for KV", gib(lambda stage: stage.free_bytes)
+    yield "bytes of a block", lambda stage: str(stage.block_bytes)
+    yield "bytes of a token", lambda stage: f"{stage.token_bytes:g}"
+    yield "bytes of a token to the next stage", lambda stage: str(stage.crossing_bytes or "-")

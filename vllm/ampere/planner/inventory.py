@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the box: nodes of equal cards and the links between them.
+
+From words (`8x80`, `2x8x40`), a JSON file, or the cards of this machine.
+"""
+
+import json
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import AmpereError, UsageError
+
+# Bytes a second of a card's own memory, by its size, in GB/s: A100 and A800 80, GA100 64, A6000 48, A100 40, 3090 24.
+_CARD_GB_S = {80: 1935.0, 64: 1640.0, 48: 768.0, 40: 1555.0, 24: 936.0}
+_SHAPE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?)")
+_SHAPE_HINT = "write CARDSxGIB, as 8x80, or NODESxCARDSxGIB, as 2x8x40"
+
+
+class LinkKind(StrEnum):
+    """How two cards reach each other, best first."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+    SOCKET = "socket"
+    NETWORK = "network"
+
+
+class Link(BaseModel):
+    """One kind of link.
+
+    Attributes:
+        latency_us: one message, card to card.
+        gb_s: bandwidth one way, GB/s.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    latency_us: Annotated[float, Field(gt=0)]
+    gb_s: Annotated[float, Field(gt=0)]
+
+
+# Latencies that reproduce single published figures (docs/en/topologies.md): 14 us for an all-reduce over NVLink,
+# 44 us over two sockets, 15 us for one hop between nodes. Below one switch is an estimate.
+LINKS = {
+    LinkKind.NVLINK: Link(latency_us=0.57, gb_s=200.0),
+    LinkKind.PCIE: Link(latency_us=1.5, gb_s=20.0),
+    LinkKind.SOCKET: Link(latency_us=2.7, gb_s=12.0),
+    LinkKind.NETWORK: Link(latency_us=8.0, gb_s=12.0),
+}
+
+
+class Inventory(BaseModel):
+    """Equal nodes of equal cards.
+
+    Attributes:
+        nodes, cards: nodes, and cards in each.
+        card_gib: memory of a card as its driver reports it.
+        link: "nvlink" joins all cards of a node; "pcie" joins islands, through sockets.
+        island: cards under one PCIe switch or socket.
+        card_gb_s: bandwidth of a card's memory; None looks it up by size.
+        host_gib: host memory of a node that may be pinned; None leaves it unchecked.
+        links: measured links that replace the defaults.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    nodes: Annotated[int, Field(ge=1)] = 1
+    cards: Annotated[int, Field(ge=1)]
+    card_gib: Annotated[float, Field(gt=0)]
+    link: LinkKind = LinkKind.PCIE
+    island: Annotated[int, Field(ge=1)] = 4
+    card_gb_s: Annotated[float, Field(gt=0)] | None = None
+    host_gib: Annotated[float, Field(gt=0)] | None = None
+    links: dict[LinkKind, Link] = {}
+
+    @model_validator(mode="after")
+    def _cards_of_a_node_are_linked(self) -> "Inventory":
+        if self.link not in (LinkKind.NVLINK, LinkKind.PCIE):
+            raise ValueError("link is the one inside a node: nvlink or pcie")
+        return self
+
+    @property
+    def total(self) -> int:
+        """Cards of all nodes."""
+        return self.nodes * self.cards
+
+    @property
+    def memory_gb_s(self) -> float:
+        """Bandwidth of one card's memory."""
+        nearest = min(_CARD_GB_S, key=lambda size: abs(size - self.card_gib))
+        return self.card_gb_s or _CARD_GB_S[nearest]
+
+    def kind_between(self, first: int, last: int) -> LinkKind:
+        """The slowest link among the cards `first` to `last`, numbered over all nodes."""
+        if first // self.cards != last // self.cards:
+            return LinkKind.NETWORK
+        if self.link is LinkKind.NVLINK:
+            return LinkKind.NVLINK
+        below = first % self.cards // self.island == last % self.cards // self.island
+        return LinkKind.PCIE if below else LinkKind.SOCKET
+
+    def link_between(self, first: int, last: int) -> Link:
+        """Latency and bandwidth of that link."""
+        kind = self.kind_between(first, last)
+        return self.links.get(kind, LINKS[kind])
+
+
+def parse(shape: str, link: str = LinkKind.PCIE) -> Inventory:
+    """Read `8x80` or `2x8x40`.
+
+    Raises:
+        UsageError: another shape, or no cards.
+    """
+    match = _SHAPE.fullmatch(shape)
+    if not match:
+        raise UsageError(f"{shape!r} is no set of cards", _SHAPE_HINT)
+    nodes, cards, gib = match.groups()
+    fields = {"nodes": int(nodes or 1), "cards": int(cards), "card_gib": float(gib), "link": link}
+    return _checked(fields, shape, _SHAPE_HINT)
+
+
+def load(path: Path) -> Inventory:
+    """Read a JSON object with the fields of `Inventory`.
+
+    Raises:
+        UsageError: no such file, no JSON, or a wrong field.
+    """
+    example = 'give a JSON object, as {"cards": 8, "card_gib": 80}'
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", example) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}", example) from error
+    return _checked(values, str(path), f"the fields are {', '.join(Inventory.model_fields)}")
+
+
+def detect() -> Inventory:
+    """The cards of this machine, through the package nvidia-ml-py.
+
+    Raises:
+        AmpereError: no package, no driver, no cards, or cards that differ.
+    """
+    hint = "name the cards instead: --gpus 8x80 --link pcie"
+    try:
+        import pynvml
+    except ImportError as error:
+        raise AmpereError("cannot see this machine's cards: the package nvidia-ml-py is not installed", hint) from error
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        sizes = {pynvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles}
+        names = {_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
+        linked = all(_has_nvlink(pynvml, handle) for handle in handles)
+    except pynvml.NVMLError as error:
+        raise AmpereError(f"cannot see this machine's cards: {error}", hint) from error
+    if not handles:
+        raise AmpereError("this machine has no NVIDIA cards", hint)
+    if len(sizes) > 1 or len(names) > 1:
+        raise AmpereError(f"the cards of this machine differ: {', '.join(sorted(names))}", "plan for equal cards only")
+    link = LinkKind.NVLINK if linked else LinkKind.PCIE
+    return Inventory(cards=len(handles), card_gib=sizes.pop() / 2**30, link=link)
+
+
+def _has_nvlink(pynvml: Any, handle: Any) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetNvLinkState(handle, 0))
+    except pynvml.NVMLError:
+        return False
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _checked(values: Any, where: str, hint: str) -> Inventory:
+    try:
+        return Inventory.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise UsageError(": ".join([where, *map(str, fault["loc"]), fault["msg"]]), hint) from error
