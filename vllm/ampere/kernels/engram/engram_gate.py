@@ -3,6 +3,8 @@
 
 Each stream compares itself with its own key; a signed square root spreads the small products before
 the sigmoid. All streams share one value.
+
+A Triton program owns one stream of one token and reads it twice, for the three sums and for the result.
 """
 
 import torch

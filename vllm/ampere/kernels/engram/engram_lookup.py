@@ -3,6 +3,9 @@
 
 The table is sharded by hash column, so a rank owns a range of rows and writes zero for the others'.
 Upstream's kernel reads a float8_e4m3fn pointer, which SM80 cannot compile; here the table is bytes.
+
+A Triton program owns eight (token, column) pairs. The table may lie in host memory that the card maps: rows
+of other ranks are not read.
 """
 
 import torch

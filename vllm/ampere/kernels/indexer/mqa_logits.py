@@ -3,6 +3,8 @@
 
 logit = key_scale * sum_h w_h * relu(q_h . k). The ReLU acts on each head before the sum, so the heads
 cannot be added first. Upstream calls DeepGEMM, which has no SM80 code.
+
+A Triton program owns one query token and one tile of its keys, which it decodes for this token alone.
 """
 
 import torch

@@ -4,6 +4,10 @@
 The same sum as `mqa_logits`, with the keys of a request found through its page table, and the keys of
 a request read once for all of its query tokens (a draft block has several). Upstream calls DeepGEMM,
 which has no SM80 code.
+
+A Triton program owns one query token and every n-th tile of its keys: the query stays in registers, tiles past
+`visible` are filled without a load, and the grid does not grow with the longest context. The six tokens of a draft
+block read the same keys side by side, from the cache; each decodes them anew.
 """
 
 import torch

@@ -3,6 +3,8 @@
 
 A learned bias decides which experts win but not how much they count; image tokens have a bias of their
 own. Upstream's kernel serves fixed expert counts; this one takes any.
+
+A Triton program owns one token and takes the largest score k times.
 """
 
 import torch

@@ -3,6 +3,9 @@
 
 The draft model scores its five positions at once; a low-rank Markov head then adds head . embed[previous
 token] to each position in turn. Upstream runs about nine kernels for each of the five steps.
+
+The Triton implementation runs two: one program scores a tile of the vocabulary for 16 requests and keeps the
+tile's best tokens, then one program a request takes the best of all tiles.
 """
 
 import torch
