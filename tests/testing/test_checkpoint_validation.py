@@ -101,7 +101,8 @@ def test_whole(folder):
     assert report.tensor_bytes == json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
     stored = report.tensors["layers.3.attn.attn_sink"]
     raw = (folder / stored.file).read_bytes()[stored.offset_bytes:][: stored.spec.nbytes]
-    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32), load_file(folder / stored.file)[stored.spec.name])
+    value = load_file(folder / stored.file)[stored.spec.name]
+    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32), value)
 
 
 def test_one_file_without_index(folder):
@@ -180,7 +181,8 @@ def test_no_index(folder):
 
 
 @pytest.mark.parametrize("keep, words", [
-    (-1, "truncated: 1 of its"), (-1000, "truncated: 1000 of its"), (100, "end inside the header"), (3, "end inside"), (0, "end inside"),
+    (-1, "truncated: 1 of its"), (-1000, "truncated: 1000 of its"), (100, "end inside the header"), (3, "end inside"),
+    (0, "end inside"),
 ])
 def test_truncated_shard(folder, keep, words):
     file = shard_of(folder, "layers.4.attn.wkv.weight")
@@ -247,7 +249,8 @@ def test_missing_unknown_and_double_tensors(folder):
     del index["weight_map"][name]
     replace(folder / INDEX, json.dumps(index).encode())
     assert f"tensor {name} is missing" in str(refusal(folder))
-    edit_tensors(folder, "layers.5.ffn.gate.weight", lambda t: t.update({name: torch.zeros(6), "layers.5.x": torch.zeros(1)}))
+    more = {name: torch.zeros(6), "layers.5.x": torch.zeros(1)}
+    edit_tensors(folder, "layers.5.ffn.gate.weight", lambda t: t.update(more))
     assert "tensor layers.5.x in" in str(refusal(folder))
     edit_tensors(folder, "layers.5.ffn.gate.weight", lambda t: t.update({"norm.weight": t.pop("layers.5.x")}))
     assert "tensor norm.weight is both in" in str(refusal(folder))
@@ -280,7 +283,8 @@ def test_unreadable_file(folder, monkeypatch):
 
 def test_plain_python_is_enough(whole):
     """Without torch, vLLM or tokenizers: an interpreter that sees this repository and the standard library."""
-    script = f"from vllm.ampere.checkpoint import inspect; r = inspect({str(whole)!r}); print(len(r.tensors), r.classes_checked)"
+    script = (f"from vllm.ampere.checkpoint import inspect; report = inspect({str(whole)!r}); "
+              "print(len(report.tensors), report.classes_checked)")
     done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, cwd=REPOSITORY,
                           env={"PYTHONPATH": str(REPOSITORY)}, timeout=60)
     assert done.stdout.split() == [str(len(inspect(whole).tensors)), "False"], done.stderr
@@ -289,12 +293,13 @@ def test_plain_python_is_enough(whole):
 def test_the_release(tmp_path):
     """All 48 headers of the release, over sparse files in place of the 475 GiB."""
     weight_map = {}
-    shards = [list(group) for _, group in itertools.groupby(expected_tensors(RELEASED), lambda spec: shard_key(spec.name))]
-    for number, specs in enumerate(shards, 1):
+    shards = itertools.groupby(expected_tensors(RELEASED), lambda spec: shard_key(spec.name))
+    for number, (_, specs) in enumerate(shards, 1):
         file, offset, content = tmp_path / f"model-{number:05d}-of-00048.safetensors", 0, {}
         for spec in specs:
-            content[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, offset + spec.nbytes]}
-            offset += spec.nbytes
+            end = offset + spec.nbytes
+            content[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, end]}
+            offset = end
             weight_map[spec.name] = file.name
         file.write_bytes(header(content))
         os.truncate(file, file.stat().st_size + offset)

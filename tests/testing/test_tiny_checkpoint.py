@@ -35,6 +35,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes, the low half of each byte first."""
+    packed = packed.view(torch.uint8).int()
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset(home, preset):
     """Valid by the table, small, and nested and cut as the release is."""
@@ -61,12 +67,14 @@ def test_preset(home, preset):
 def test_kinds_of_layers(home):
     """The sharp checkpoint has every kind of layer of the release."""
     spec = inspect(write(home / "sharp", "sharp")).spec
-    kinds = {(layer.ratio, layer.owns_kv, layer.owns_index, layer.candidates, layer.engram is not None) for layer in spec.layers}
+    kinds = {(x.ratio, x.owns_kv, x.owns_index, x.candidates, x.engram is not None) for x in spec.layers}
     assert kinds >= {
-        (0, False, False, "", False), (0, False, False, "", True), (2, True, True, "", False), (2, False, False, "", True),
-        (1, True, True, "source", False), (1, False, True, "masked", False), (1, False, False, "", False),
+        (0, False, False, "", False), (0, False, False, "", True), (2, True, True, "", False),
+        (2, False, False, "", True), (1, True, True, "source", False), (1, False, True, "masked", False),
+        (1, False, False, "", False),
     }
-    assert (spec.index_topk, spec.candidate_topk_blocks * spec.candidate_block_size, spec.sliding_window) == (64, 128, 128)
+    candidates = spec.candidate_topk_blocks * spec.candidate_block_size
+    assert (spec.index_topk, candidates, spec.sliding_window) == (64, 128, 128)
 
 
 def test_sizes_for_gpu_kernels(home):
@@ -100,35 +108,35 @@ def test_values(tmp_path):
     assert ((tiles >= 224) & (tiles <= 448)).all(), "not the smallest power of two"
     weight = codes * scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
     assert weight.std().item() == pytest.approx(1.2 / 64**0.5, rel=0.05)
-    packed, scale = found["layers.0.ffn.experts.1.w1.weight"].view(torch.uint8).int(), found["layers.0.ffn.experts.1.w1.scale"].double()
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    codes, scale = unpack(found["layers.0.ffn.experts.1.w1.weight"]), found["layers.0.ffn.experts.1.w1.scale"].double()
     weight = E2M1[codes] * scale.repeat_interleave(32, 1)
     assert (E2M1[codes].abs().unflatten(1, (-1, 32)).amax(-1) >= 3).all(), "not the smallest power of two"
     assert weight.std().item() == pytest.approx(1.2 / 256**0.5, rel=0.05)
     assert found["layers.3.ffn.gate.bias"].std() > 2
-    table = found["layers.1.engram.embed.weight"].double() * found["layers.1.engram.embed.scale"].double().repeat_interleave(32, 1)
-    assert 0.5 < table.std() < 2
+    codes, scale = (found[f"layers.1.engram.embed.{part}"].double() for part in ("weight", "scale"))
+    assert 0.5 < (codes * scale.repeat_interleave(32, 1)).std() < 2
 
 
 def test_pack_e2m1():
-    """The nearest code, ties to the even one or upward in size, the even column in the low half of the byte."""
+    """The nearest code; the even column is in the low half of the byte."""
     values = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).mul(3).clamp(-6, 6)
-    packed = _pack_e2m1(values).view(torch.uint8).int()
-    decoded = E2M1[torch.stack([packed & 15, packed >> 4], -1).flatten(1)]
+    decoded = E2M1[unpack(_pack_e2m1(values))]
     nearest = (values.double()[..., None] - E2M1).abs().amin(-1)
     assert torch.equal((decoded - values.double()).abs(), nearest)
 
 
 def test_drafts_of_the_parrot(tmp_path):
     """Its Markov head names the token that the target's head names for the last token's embedding."""
-    found = {name: value.float() for name, value in tensors(write(tmp_path / "a", "parrot", **SMALL)).items() if "head" in name or name == "embed.weight"}
-    target = torch.nn.functional.rms_norm(found["embed.weight"], (256,)) @ found["head.weight"].T
-    draft = found["mtp.2.markov_head.embed.weight"] @ found["mtp.2.markov_head.head.weight"].T
-    assert (target.argmax(-1) == draft.argmax(-1)).float().mean() > 0.95
+    found = tensors(write(tmp_path / "a", "parrot", **SMALL))
+    embed, norm, head = (found[f"{name}.weight"].float() for name in ("embed", "norm", "head"))
+    target = torch.nn.functional.rms_norm(embed, (256,), norm) @ head.T
+    embed, head = (found[f"mtp.2.markov_head.{name}.weight"].float() for name in ("embed", "head"))
+    assert (target.argmax(-1) == (embed @ head.T).argmax(-1)).float().mean() > 0.98
 
 
 def test_overrides(tmp_path):
-    spec = inspect(write(tmp_path / "a", "sharp", **SMALL, index_topk=32, engram_layer_ids=[], routing_bias_std=0.2)).spec
+    folder = write(tmp_path / "a", "sharp", **SMALL, index_topk=32, engram_layer_ids=[], routing_bias_std=0.2)
+    spec = inspect(folder).spec
     assert spec.index_topk == 32 and spec.engram_layer_ids == ()
     assert tensors(tmp_path / "a")["layers.0.ffn.gate.bias"].abs().max() < 1
     with pytest.raises(UsageError, match="no setting 'index_top'"):
@@ -261,7 +269,8 @@ def test_chat_encoding(home, preset):
     from vllm.tokenizers.deepseek_v41 import DeepseekV41Tokenizer
 
     tokenizer = DeepseekV41Tokenizer.from_pretrained(str(write(home / preset, preset)))
-    ids = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ids = tokenizer.apply_chat_template(chat)
     marks = [tiny_tokenizer.BOS, tiny_tokenizer.SYSTEM, "<｜User｜>", "<｜Assistant｜>", "<think>"]
     assert [tokenizer.convert_ids_to_tokens(i) for i in ids if tokenizer.convert_ids_to_tokens(i) in marks] == marks
     if preset == "demo":

@@ -82,7 +82,8 @@ def inspect(path: str | os.PathLike) -> CheckpointReport:
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}", error.hint) from None
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot read {error.filename}: {error.strerror}", "check its permissions") from None
+        message = f"{folder}: cannot read {error.filename}: {error.strerror}"
+        raise CheckpointError(message, "check its permissions") from None
     return CheckpointReport(folder, spec, tensors, sum(t.spec.nbytes for t in tensors.values()), checked)
 
 

@@ -82,17 +82,17 @@ class TinyWeights:
         return self.recipe.drafts_agree and ".markov_head." in name
 
     def _markov_head(self, name: str) -> torch.Tensor:
-        """25 times the logits that the target's embedding and head give for the last token alone."""
+        """25 times the logits that the target's embedding, last norm and head give for the last token alone."""
         if name.endswith(".head.weight"):
             return 5 * self._stored("head.weight")
         embed = self._stored("embed.weight")
-        return 5 * embed * torch.rsqrt(embed.square().mean(-1, keepdim=True))
+        return 5 * embed * torch.rsqrt(embed.square().mean(-1, keepdim=True)) * self._stored("norm.weight")
 
     def _stored(self, name: str) -> torch.Tensor:
         return self.make(name)[name].float()
 
     def _quantised(self, spec: TensorSpec) -> dict[str, torch.Tensor]:
-        """Weights by tile: E4M3 with a scale a 32x32 tile, or two E2M1 codes a byte with a scale a row and 32 inputs."""
+        """E4M3 with a scale a 32x32 tile, or two E2M1 codes a byte with a scale a row and 32 inputs."""
         packed = spec.dtype == "I8"
         rows, inner = spec.shape[0], spec.shape[1] * (2 if packed else 1)
         gain = self.recipe.block_gain if spec.name.endswith(_OUTPUTS) else _GAIN
