@@ -9,7 +9,8 @@ from vllm.ampere.testing.parity import assert_parity, assert_same_bits, implemen
 
 pytestmark = pytest.mark.gpu
 CASES = implemented_cases()
-each_case = pytest.mark.parametrize("op, implementation, case", CASES, ids=[f"{o.name}-{i.name}-{c.name}" for o, i, c in CASES])
+IDS = [f"{op.name}-{implementation.name}-{case.name}" for op, implementation, case in CASES]
+each_case = pytest.mark.parametrize("op, implementation, case", CASES, ids=IDS)
 
 
 def _serves(implementation) -> None:

@@ -18,7 +18,7 @@ if ACTIVE:
 def pytest_collection_modifyitems(items):
     for item in items:
         if not ACTIVE and HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="runs in the process that tests/kernels/test_interpreter.py starts"))
+            item.add_marker(pytest.mark.skip(reason="run by tests/kernels/test_interpreter.py"))
 
 
 @pytest.fixture

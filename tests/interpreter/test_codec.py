@@ -6,7 +6,12 @@ import torch
 from vllm.ampere.kernels.launch import tl, triton
 from vllm.ampere.kernels.quantization.e4m3 import DECODE, ENCODE
 from vllm.ampere.kernels.quantization.reference import e4m3_encode_ref, power_of_two_scale_ref, ue8m0_decode_ref
-from vllm.ampere.kernels.quantization.triton_codec import inverse_scale, magnitude_bits, power_of_two_byte, ue8m0_to_float
+from vllm.ampere.kernels.quantization.triton_codec import (
+    inverse_scale,
+    magnitude_bits,
+    power_of_two_byte,
+    ue8m0_to_float,
+)
 
 CODES = torch.arange(256, dtype=torch.uint8)
 (DECODE_TRITON,), (ENCODE_TRITON,) = DECODE.implementations, ENCODE.implementations

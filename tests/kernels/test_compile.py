@@ -29,7 +29,8 @@ def test_every_module_with_kernels_lists_their_launches():
         (module.name, name)
         for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + ".")
         for name, value in vars(importlib.import_module(module.name)).items()
-        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module.name
+        if isinstance(value, triton.runtime.JITFunction) and value.__module__ == module.name
+        if name.endswith("_kernel")
     }
     assert written and not written - listed
 

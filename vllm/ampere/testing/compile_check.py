@@ -77,10 +77,9 @@ def _assemble(ptx: str, architecture: str, fp_fusion: bool) -> tuple[int, int, i
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [ptxas, "-v", f"--gpu-name=sm_{architecture.removeprefix('sm')}", source, "-o", source.with_suffix(".cubin")]
-        report = subprocess.run(
-            command + ([] if fp_fusion else ["--fmad=false"]), capture_output=True, text=True, check=True
-        ).stderr
+        options = [f"--gpu-name=sm_{architecture.removeprefix('sm')}", *([] if fp_fusion else ["--fmad=false"])]
+        command = [ptxas, "-v", *options, source, "-o", source.with_suffix(".cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
     registers, stores, loads = (int(re.search(pattern, report)[1]) for pattern in patterns)
     return registers, stores, loads
@@ -93,7 +92,8 @@ def faults(launch: Launch, built: Built, architecture: str) -> list[str]:
     if built.shared_bytes > limit:
         found.append(f"{built.shared_bytes} bytes of shared memory, {architecture} has {limit}")
     elif built.shared_bytes > SHARED_BYTES_UNLISTED and not launch.shared_reason:
-        found.append(f"{built.shared_bytes} bytes of shared memory, over {SHARED_BYTES_UNLISTED} without a listed reason")
+        limit = SHARED_BYTES_UNLISTED
+        found.append(f"{built.shared_bytes} bytes of shared memory, over {limit} without a listed reason")
     spilled = max(built.spill_store_bytes, built.spill_load_bytes)
     if spilled > launch.spill_bytes:
         found.append(f"{spilled} bytes of registers spilled, {launch.spill_bytes} listed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repair of Triton's interpreter for tests (3.6 to 3.9).
+"""Repair of the interpreter of Triton 3.8, for tests.
 
 As released it truncates float32 to bfloat16 in place of rounding, multiplies the bit patterns of bfloat16 operands in
 `tl.dot`, misreads NaN and subnormal codes of fp8, and does not saturate: all without an error. After `repair()` the

@@ -36,5 +36,6 @@ def assert_same_bits(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.T
     assert got.keys() == want.keys()
     for name, tensor in got.items():
         assert tensor.dtype == want[name].dtype and tensor.shape == want[name].shape, f"{label} {name}"
-        different = tensor.contiguous().flatten().view(torch.uint8) != want[name].contiguous().flatten().view(torch.uint8)
+        bytes_of = [x.contiguous().flatten().view(torch.uint8) for x in (tensor, want[name])]
+        different = bytes_of[0] != bytes_of[1]
         assert not different.any(), f"{label} {name}: {int(different.sum())} bytes of {different.numel()} differ"

@@ -100,7 +100,8 @@ COMPILES = (
     Launch(
         _combine_topk_swa_kernel,
         {
-            **{f"{name}_ptr": "*i32:16" for name in ("topk_rows", "query_start", "seq_lens", "gather_lens", "indices", "lens")},
+            **{f"{name}_ptr": "*i32:16" for name in ("topk_rows", "query_start", "seq_lens", "gather_lens")},
+            **{f"{name}_ptr": "*i32:16" for name in ("indices", "lens")},
             **{name: "i32:16" for name in ("stride_topk_tok", "stride_indices_tok", "window")},
             **{name: "i32" for name in ("requests", "topk", "width", "request_rows", "compressed_rows", "ratio")},
         },

@@ -257,7 +257,10 @@ _POINTERS = {
     "lse_ptr": "*fp32:16",
     "scale": "fp32",
 }
-_STRIDES = ("q_tok", "q_head", "window_page", "window_tok", "compressed_page", "compressed_tok", "out_split", "out_tok", "out_head")
+_STRIDES = (
+    *("q_tok", "q_head", "window_page", "window_tok", "compressed_page", "compressed_tok"),
+    *("out_split", "out_tok", "out_head"),
+)
 _SIZES = {name: "i32" for name in ("window_width", "compressed_width", "tokens", "splits")}
 # 16 and 32 heads differ from these by their masks only.
 COMPILES = tuple(

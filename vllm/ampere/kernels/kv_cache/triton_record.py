@@ -22,7 +22,7 @@ def record_pointers(cache_ptr, slots, stride_page, page_rows):
 
 @triton.jit
 def load_nope(data_ptr, scale_ptr, counts, FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """float32 [ROWS, WIDTH]: dimensions FIRST and on, both multiples of 64, before the rotary ones; 0 if not counted."""
+    """float32 [ROWS, WIDTH]: dimensions FIRST and on, multiples of 64, none rotary; 0 if not counted."""
     groups: tl.constexpr = WIDTH // GROUP
     codes = tl.load(data_ptr[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=counts[:, None], other=0)
     offs_group = FIRST // GROUP + tl.arange(0, groups)
@@ -40,7 +40,7 @@ def load_rope(data_ptr, counts):
 
 @triton.jit
 def copy_numbers(out_row_ptr, data_ptr, scale_ptr, counts, mask, ROWS: tl.constexpr):
-    """Write all 512 numbers of ROWS records to rows in memory, in their dtype; zeros where masked in and not counted."""
+    """Write the 512 numbers of each record to its row in memory, in that dtype; zeros in rows not counted."""
     dtype = out_row_ptr.dtype.element_ty
     out, mask = out_row_ptr[:, None], mask[:, None]
     nope_a = load_nope(data_ptr, scale_ptr, counts, 0, 256, ROWS)
