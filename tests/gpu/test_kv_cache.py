@@ -26,7 +26,9 @@ def test_codec_on_every_bfloat16_every_code_and_every_midpoint():
         assert torch.equal(e4m3_encode(x.cuda()).cpu(), e4m3_encode_ref(x))
     got = e4m3_decode(codes.cuda()).cpu()
     assert torch.equal(got.nan_to_num(1e9), codes.view(torch.float8_e4m3fn).float().nan_to_num(1e9))
-    assert torch.equal(e4m3_encode(e4m3_decode(codes.cuda())).cpu(), codes)
+    again = e4m3_encode(e4m3_decode(codes.cuda())).cpu()
+    is_nan = (codes & 0x7F) == 0x7F  # a card drops the sign of a NaN when it widens one
+    assert torch.equal(again[~is_nan], codes[~is_nan]) and ((again[is_nan] & 0x7F) == 0x7F).all()
 
 
 def test_strided_codes():

@@ -143,7 +143,8 @@ INPUTS = (
     Arg("out", "T H 512", (torch.bfloat16,), optional=True),
 )
 OUTPUTS = (Arg("o", "T H 512", (torch.bfloat16,)),)
-TOLERANCE = Tolerance(4e-3, 5e-2)
+# The worst element may be off by one bfloat16 step of the largest value.
+TOLERANCE = Tolerance(4e-3, 7e-2)
 
 
 def bytes_moved(sizes) -> int:
