@@ -2,6 +2,7 @@
 """`vllm-ampere patches` as a user meets it: on an installed tree, with an installed series."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -166,11 +167,12 @@ def test_fetch_from_the_cache(site, index, tmp_path):
 
 def run_with_pip(site, tmp_path, links):
     """Fetch with the environment's pip, which may look only at one folder."""
-    site_packages = os.path.dirname(os.path.dirname(__import__("pip").__file__))
+    # Not `import pip`: it makes setuptools leave distutils alone for the rest of the process, and torch then fails.
+    pip = importlib.metadata.distribution("pip").locate_file("pip")
     pip_only = tmp_path / "pip-only"
     pip_only.mkdir(exist_ok=True)
     if not (pip_only / "pip").exists():
-        (pip_only / "pip").symlink_to(os.path.join(site_packages, "pip"))
+        (pip_only / "pip").symlink_to(pip)
     return site.run(
         "patches", "fetch", "tree",
         XDG_CACHE_HOME=str(tmp_path / "cache"), PYTHONPATH=str(pip_only), PIP_FIND_LINKS=str(links), PIP_NO_INDEX="1",
