@@ -6,7 +6,6 @@ compare two configurations start neither again if both were measured before.
 """
 
 import json
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -88,20 +87,13 @@ class Session:
                 self._measured[key] = scenario(server, *args)
         return self._measured[key]
 
-    def assert_agrees(self, name: str, label: str, given: list[int], answer: Completion, ties: int = 0) -> Agreement:
-        """The answer is greedy and complete, within the bound, and its tokens are the reference's but for near ties.
-
-        Args:
-            ties: generated tokens, at most, that may be left out of the bound: where the batch that a request meets
-                depends on time, a near tie in top-k can fall either way.
-        """
+    def assert_agrees(self, name: str, label: str, given: list[int], answer: Completion) -> Agreement:
+        """The answer is greedy and complete, within the bound, and its tokens are the reference's but for near ties."""
         with self.timed("reference decoder"):
             seen = agreement(self.decoder(name), given, answer)
         self.figures[f"{name}: {label}"] = seen.rms
         assert len(answer.tokens) == 8 and answer.tokens == answer.logprobs.argmax(-1).tolist()
-        kept = sorted(seen.per_token)[: len(seen.per_token) - ties]
-        rms = math.sqrt(sum(value**2 for value in kept) / len(kept))
-        assert rms < RMS_BOUND, f"rms {rms:.4f}, per token {[round(v, 3) for v in seen.per_token]}"
+        assert seen.rms < RMS_BOUND, f"rms {seen.rms:.4f}, per token {[round(v, 3) for v in seen.per_token]}"
         assert seen.worst_margin <= 4 * seen.rms, f"a token that the reference ranks {seen.worst_margin:.3f} below its own"
         return seen
 
