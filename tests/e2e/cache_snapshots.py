@@ -49,14 +49,14 @@ def page_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         cache: uint8 [pages, rows a page, 584 or 132] with values before scales in a page, or float32 rows.
         slots: int64, page * rows a page + row.
     """
-    held = cache.shape[1]
+    held, slots = cache.shape[1], slots.to(cache.device)
     page, row = slots // held, slots % held
     if cache.dtype == torch.float32:
         return cache[page, row].contiguous().view(torch.uint8)
     layout = {KV_RECORD.row_bytes: KV_RECORD, INDEX_KEY.row_bytes: INDEX_KEY}[cache.shape[2]]
     flat = cache.as_strided((cache.shape[0], held * layout.row_bytes), (cache.stride(0), 1), cache.storage_offset())
-    data = layout.data_offset(row)[:, None] + torch.arange(layout.data_bytes)
-    scale = layout.scale_offset(row, held)[:, None] + torch.arange(layout.scale_bytes)
+    data = layout.data_offset(row)[:, None] + torch.arange(layout.data_bytes, device=row.device)
+    scale = layout.scale_offset(row, held)[:, None] + torch.arange(layout.scale_bytes, device=row.device)
     return flat[page[:, None], torch.cat([data, scale], 1)]
 
 
@@ -75,7 +75,7 @@ def request_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
     """Rows of every target cache of the request at `index` of the runner's state, of its first `computed` tokens."""
     rows = {}
     for name, spec, cache, table in target_caches(runner):
-        numbers = torch.arange(computed // spec.tokens_per_state)
+        numbers = torch.arange(computed // spec.tokens_per_state, device=table.device)
         pages = numbers // cache.shape[1]
         if cache.dtype == torch.float32:  # the ring has one page, and its last row is what the next token pairs with
             numbers, pages = numbers[-1:], 0 * pages[-1:]
@@ -94,30 +94,35 @@ def rejected_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
     }
 
 
+def steps_of(llm, prompts: list[list[int]], sampling, drafts: bool) -> list[dict]:
+    """Run `prompts` at once on a `vllm.LLM` whose engine is in this process; the script's file as described above."""
+    engine = llm.llm_engine
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+    steps = []
+    while engine.has_unfinished_requests():
+        seen = {}
+        for output in engine.step():
+            # The engine appends a random part to the name of a request.
+            (index,) = (i for key, i in runner.req_states.req_id_to_index.items() if key.split("-")[0] == output.request_id)
+            computed = int(runner.req_states.num_computed_tokens.gpu[index])
+            seen[int(output.request_id)] = {
+                "tokens": list(output.outputs[0].token_ids), "computed": computed,
+                "rows": {name: rows.cpu() for name, rows in request_rows(runner, index, computed).items()},
+                "rejected": {name: row.cpu() for name, row in rejected_rows(runner, index, computed).items()} if drafts else {},
+            }
+        steps.append(seen)
+    return steps
+
+
 def main(job: dict) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=job["checkpoint"], skip_tokenizer_init=True, **job["options"])
-    engine = llm.llm_engine
-    runner = engine.model_executor.driver_worker.worker.model_runner
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(job["prompts"]):
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-    steps = []
     with ExactProducts():
-        while engine.has_unfinished_requests():
-            seen = {}
-            for output in engine.step():
-                # The engine appends a random part to the name of a request.
-                (index,) = (i for key, i in runner.req_states.req_id_to_index.items() if key.split("-")[0] == output.request_id)
-                computed = int(runner.req_states.num_computed_tokens.gpu[index])
-                seen[int(output.request_id)] = {
-                    "tokens": list(output.outputs[0].token_ids), "computed": computed,
-                    "rows": request_rows(runner, index, computed),
-                    "rejected": rejected_rows(runner, index, computed) if "speculative_config" in job["options"] else {},
-                }
-            steps.append(seen)
-    torch.save(steps, job["output"])
+        torch.save(steps_of(llm, job["prompts"], sampling, "speculative_config" in job["options"]), job["output"])
 
 
 if __name__ == "__main__":

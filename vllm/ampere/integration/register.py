@@ -11,8 +11,10 @@ def register() -> None:
     """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from . import emulate_sm80
     from .verify import AmpereDeepseekV41Config
 
+    emulate_sm80.install()
     MODELS_CONFIG_MAP["DeepseekV41ForCausalLM"] = AmpereDeepseekV41Config
     if current_platform.is_cpu():
         _register_cpu(MODELS_CONFIG_MAP)

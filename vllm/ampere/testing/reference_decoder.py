@@ -421,7 +421,7 @@ def engram_multipliers(spec: ModelSpec, layer: int) -> Tensor:
     """Odd int64 [n], one for each look-back distance; products with a compressed id stay below 2**63."""
     bound = max(1, (2**63 - 1) // spec.engram_compressed_vocab_size // 2)
     drawn = np.random.default_rng(10007 * layer).integers(0, bound, spec.engram_max_ngram_size, dtype=np.int64)
-    return torch.from_numpy(drawn * 2 + 1)
+    return torch.as_tensor(drawn * 2 + 1)
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:

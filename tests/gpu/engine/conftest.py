@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of this session, and the reference decoder on the card."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.e2e.replay import engine_logits, replaying
+from vllm.ampere.model_spec import ModelSpec
+from vllm.ampere.testing.reference_decoder import ReferenceDecoder
+from vllm.ampere.testing.reference_rounding import ENGINE
+from vllm.ampere.testing.reference_weights import load_weights
+from vllm.ampere.testing.token_classes import token_classes
+
+from .runs import OPTIONS, RUNS, Runner, obstacle
+
+FIGURES = pytest.StashKey[dict]()
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what this machine cannot run; start the others' engines in the order of the tests."""
+    here = [item for item in items if item.path.parent.name == "engine"]
+    missing = "" if importlib.util.find_spec("vllm.v1") else "vLLM is not installed in this Python"
+    for item in here:
+        reasons = [missing or obstacle(RUNS[name].mode) for name in needed(item)] or [missing]
+        if any(reasons):
+            item.add_marker(pytest.mark.skip(reason=next(filter(None, reasons))))
+
+
+def needed(item) -> list[str]:
+    """Names of the runs that a test reads: those of its marker `reads`, and its parameter `name`."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return [name for mark in item.iter_markers("reads") for name in mark.args] + [parameters["name"]] * ("name" in parameters)
+
+
+class Runs:
+    """What the tests ask: results of runs, and the reference's answer to the same tokens.
+
+    Attributes:
+        figures: label -> what a comparison gave; printed at the end.
+    """
+
+    def __init__(self, runner: Runner, figures: dict):
+        self.runner, self.figures, self._parts = runner, figures, {}
+
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+    def answers(self, name: str, step: str) -> list[dict]:
+        return self.runner.result(name)["answers"][step]
+
+    def reference(self, name: str, given: list[int], answer: dict) -> torch.Tensor:
+        """float32 [generated tokens, vocabulary] of log-probabilities, for one request that ran alone in run `name`."""
+        run = RUNS[name]
+        with torch.device("cuda"):
+            decoder = self._decoder(run.checkpoint)
+            if run.options.get("swa_bounded_replay", True):
+                decoder = replaying(decoder)
+            logits = engine_logits(decoder, given, answer["tokens"], answer["cached_tokens"], OPTIONS["max_num_batched_tokens"])
+        return logits.log_softmax(-1).cpu()
+
+    def whole(self, checkpoint: str, given: list[int]) -> torch.Tensor:
+        """float32 [tokens - 1, vocabulary]: log-probabilities of each token after the first, no replay."""
+        with torch.device("cuda"):
+            return self._decoder(checkpoint).logits(given)[:-1].log_softmax(-1).cpu()
+
+    def _decoder(self, checkpoint: str) -> ReferenceDecoder:
+        if checkpoint not in self._parts:
+            path = self.runner.checkpoint(checkpoint)
+            spec = ModelSpec.from_config(json.loads((path / "config.json").read_text()))
+            classes = token_classes(Tokenizer.from_file(str(path / "tokenizer.json")))
+            weights = {key: value.cuda() for key, value in load_weights(path, spec).items()}
+            self._parts[checkpoint] = spec, weights, classes
+        return ReferenceDecoder(*self._parts[checkpoint], ENGINE)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, request):
+    figures = request.config.stash[FIGURES] = {}
+    runner = Runner(tmp_path_factory.mktemp("engines"))
+    wanted = [name for item in request.session.items if not item.get_closest_marker("skip") for name in needed(item)]
+    runner.start(dict.fromkeys(wanted))
+    return Runs(runner, figures)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for label, value in config.stash.get(FIGURES, {}).items():
+        terminalreporter.write_line(f"{label}: {value}")

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two sets of log-probabilities [tokens, vocabulary] differ."""
+
+import torch
+
+
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Over tokens and vocabulary."""
+    return (got - want).square().mean().sqrt().item()
+
+
+def per_token(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """rms over the vocabulary: [tokens]."""
+    return (got - want).square().mean(-1).sqrt()
+
+
+def relative_norm(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the difference, over the spread of `want` around each token's mean."""
+    centred = want - want.mean(-1, keepdim=True)
+    return ((got - want).norm() / centred.norm()).item()
+
+
+def top1(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Share of tokens whose most likely next token is the same."""
+    return (got.argmax(-1) == want.argmax(-1)).float().mean().item()
+
+
+def common(tokens: list[int], others: list[int]) -> int:
+    """How many tokens agree before the first that does not."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), min(len(tokens), len(others)))
