@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items):
 def needed(item) -> list[str]:
     """Names of the runs that a test reads: those of its marker `reads`, and its parameter `name`."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return [name for mark in item.iter_markers("reads") for name in mark.args] + [parameters["name"]] * ("name" in parameters)
+    return [name for mark in item.iter_markers("reads") for name in mark.args] + [v for k, v in parameters.items() if k == "name"]
 
 
 class Runs:

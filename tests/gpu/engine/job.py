@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script: one engine in process, a list of steps, and what each gave.
 
-    python job.py FILE, a JSON {"checkpoint": DIR, "options": {...}, "steps": [...], "output": FILE, "shadow": false}
+    python job.py FILE, a JSON {"checkpoint": DIR, "options": {...}, "steps": [...], "output": FILE, "shadow": ""}
 
 A step is {"name": ..., "prompts": [[token ids], ...], "max_tokens": N} with, if wanted, "prompt_logprobs": true,
 "logprobs": how many of the best to keep in place of the whole vocabulary, "images": [[width, height, seed], ...] (one
@@ -73,7 +73,7 @@ def main(job: dict) -> None:
     if job.get("shadow"):
         from tests.gpu.engine import shadow
 
-        shadow.install()
+        getattr(shadow, job["shadow"])()
     llm = LLM(model=job["checkpoint"], **job["options"])
     result = {"startup_s": time.monotonic() - START, "answers": {}, "counters": {}, "caches": {}, "seconds": {}}
     for step in job["steps"]:

@@ -89,14 +89,14 @@ class Run:
         checkpoint: a key of `CHECKPOINTS`.
         steps: what it is asked, in order; see `job.py`.
         options: engine keywords on top of `OPTIONS`.
-        shadow: our kernels run behind the native ones on their inputs.
+        shadow: a function of `shadow.py`, which compares two kernels on the live inputs; "" for none.
     """
 
     mode: str
     checkpoint: str
     steps: list[dict]
     options: dict = field(default_factory=dict)
-    shadow: bool = False
+    shadow: str = ""
 
 
 # Sizes that the kernels of a GPU take (upstream's hyper-connections: 512 or a multiple); `pinned`: rounding does not change which experts run.
@@ -109,6 +109,7 @@ CHECKPOINTS = {
 }
 EAGER = {"enforce_eager": True}
 NO_REPLAY = {"swa_bounded_replay": False, "enable_prefix_caching": False}
+SMALL = {"kv_cache_memory_bytes": 96 << 20, "max_model_len": 2_048}  # every page is compared after every insert
 SYNCHRONOUS = {"async_scheduling": False}  # the caches are read between steps
 SEEING = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TORCH_SDPA"}
 FULL_SET = PROMPT + alone(*LENGTHS, LONG) + WARM + MIXED
@@ -125,8 +126,10 @@ RUNS = {
     "sm80-parrot": Run("sm80", "parrot", DRAFTED + CACHES, SYNCHRONOUS),
     "native-vision": Run("native", "vision", IMAGES, SEEING),
     "sm80-vision": Run("sm80", "vision", IMAGES, SEEING),
-    "shadow": Run("native", "pinned", alone(*LENGTHS) + MIXED, EAGER, shadow=True),
-    "shadow-dspark": Run("native", "parrot", DRAFTED, EAGER | DRAFTS, shadow=True),
+    "shadow": Run("native", "pinned", alone(*LENGTHS) + MIXED, EAGER, "behind_upstream"),
+    "shadow-dspark": Run("native", "parrot", DRAFTED, EAGER | DRAFTS, "behind_upstream"),
+    "references": Run("sm80", "pinned", alone(20, 700, tokens=6) + MIXED, EAGER | SMALL, "behind_ours"),
+    "references-dspark": Run("sm80", "parrot", DRAFTED[:2], EAGER | SMALL | DRAFTS, "behind_ours"),
 }
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a native run of a Hopper card: behind each native kernel ours runs on the same live inputs, and both are compared.
+"""On live inputs, behind each kernel of one side runs the other side's, and both are compared.
 
-`install` wraps upstream's functions before the model is built; `FOUND` collects, by name, the number of calls and the
-worst of each measure. Our kernels are lowered for the card here, since upstream's have to be. On an Ampere card there
-is no native path, and the references take its place (`test_shadow.py`).
+`behind_upstream`: on a native run of a Hopper card ours follow upstream's. Ours are lowered for that card there, since
+upstream's have to be. `behind_ours`: on our path, on any card, the op's reference follows each kernel.
+`FOUND` collects, by name, the number of calls and the worst of each measure.
 """
+
+import inspect
 
 import torch
 
@@ -17,6 +19,8 @@ from vllm.ampere.kernels.indexer.query_rope_quant import query_rope_quant
 from vllm.ampere.kernels.kv_cache.compressor_insert import compressor_insert
 from vllm.ampere.kernels.kv_cache.gather_dequant import gather_dequant
 from vllm.ampere.kernels.kv_cache.window_insert import window_insert
+from vllm.ampere.kernels.registry import Op
+from vllm.ampere.testing.parity import produce
 
 FOUND: dict[str, dict[str, float]] = {}
 
@@ -42,8 +46,31 @@ def note(name: str, ours: torch.Tensor, native: torch.Tensor) -> None:
     seen["worst"] = max(seen["worst"], (difference.abs().max() / (size / native.numel() ** 0.5)).item())
 
 
-def install() -> None:
-    """Wrap everything that has a twin of ours."""
+def behind_ours() -> None:
+    """Wrap the choice of every op's implementation, before the first is made."""
+    chosen = Op.choose_for
+
+    def choose_for(op, architecture, name=None):
+        function = chosen(op, architecture, name)
+        signature = inspect.signature(function)
+
+        def both(*args, **named):
+            given = signature.bind(*args, **named).arguments
+            copies = {n: given[n].clone() for n in op.mutates if isinstance(given.get(n), torch.Tensor)}
+            got = produce(op, function, given)
+            want = produce(op, op.reference, given | copies)
+            for output, tensor in got.items():
+                note(f"{op.name}: {output}", tensor, want[output])
+            results = tuple(got[arg.name] for arg in op.outputs)
+            return results if len(results) > 1 else results[0] if results else None
+
+        return both
+
+    Op.choose_for = choose_for
+
+
+def behind_upstream() -> None:
+    """Wrap every function of upstream that has a twin of ours, before the model is built."""
     arch.of_device = lambda device: arch.SM80
     _wrap_attention()
     _wrap_indexer()

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our kernels behind upstream's, on the live inputs of a native run: prefill, decode, mixed batches, DSpark."""
+"""Two kernels on the live inputs of a run: prefill, decode, mixed batches, DSpark."""
 
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.reads("shadow", "shadow-dspark")]
-SEEN = ("alone-20", "alone-3000", "mixed", "drafted-mixed")
+from vllm.ampere.kernels.registry import all_ops
+
+pytestmark = pytest.mark.gpu
+upstream = pytest.mark.reads("shadow", "shadow-dspark")
 # Both sides round to bfloat16 once: a step is 2^-8 of a value, and the norm over many values is smaller.
 ATTENTION = ("decode, window", "decode, window and selection", "prefill, window", "prefill, window and selection")
 BYTES = ("compressed record bytes", "index key bytes", "index query bytes", "window record bytes")
@@ -17,6 +19,7 @@ def found(request, runs):
     return seen
 
 
+@upstream
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention(found, kind):
     """At most a bfloat16 step of a value, and 0.3 % in norm."""
@@ -25,6 +28,7 @@ def test_attention(found, kind):
     assert found[kind]["worst"] < 0.15
 
 
+@upstream
 @pytest.mark.parametrize("kind", BYTES)
 def test_bytes(found, kind):
     """Two codes are neighbours where the value lies at a tie; at most one byte in a hundred thousand."""
@@ -33,20 +37,40 @@ def test_bytes(found, kind):
     assert found[kind]["byte_step"] <= 2
 
 
+@upstream
 @pytest.mark.parametrize("kind", ["gather of records", "engram rows"])
 def test_equal_bits(found, kind):
     assert found[kind]["calls"] > 0
     assert found[kind]["worst"] == 0
 
 
+@upstream
 def test_scores_and_weights(found):
     assert found["index scores, prefill"]["relative_norm"] < 3e-4
     assert found["index query weights"]["relative_norm"] < 1e-6
     assert found["inverse rotation"]["relative_norm"] < 1e-4
 
 
+@upstream
 @pytest.mark.parametrize("kind", ["selected rows", "candidate blocks"])
 def test_selection(found, kind):
     """The sets differ by near ties alone: a relative norm of 0.1 is one row in 200 that differs, in the worst call."""
     assert found[kind]["calls"] > 0
     assert found[kind]["relative_norm"] < 0.1
+
+
+@pytest.mark.reads("references", "references-dspark")
+@pytest.mark.parametrize("run", ["references", "references-dspark"])
+def test_every_kernel_against_its_reference(runs, run):
+    """Each op that the engine calls, within its tolerance, in every call of a served mix."""
+    seen, tolerances = runs.result(run)["shadow"], {}
+    for op in all_ops().values():
+        tolerances |= {f"{op.name}: {output}": tolerance for output, tolerance in op.tolerances.items()}
+    runs.figures.update({f"{run}, {kind}": {k: float(f"{v:.3g}") for k, v in values.items() if v} for kind, values in seen.items()})
+    called = {kind.split(":")[0] for kind in seen}
+    assert called >= {"sparse_mla_decode", "sparse_mla_prefill", "topk_slots", "inverse_rope", "compressor_insert", "engram_lookup",
+                      "key_norm_rope_store", "query_rope_quant", "paged_mqa_logits", "select_topk", "candidate_blocks"}
+    for kind, values in seen.items():
+        bound = tolerances[kind]
+        assert values["relative_norm"] <= bound.relative_norm and values["worst"] <= bound.worst, (kind, values, bound)
+        assert values["bytes_off"] <= 1e-5 * values["bytes"], (kind, values)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step times of one rank of TP8, all 40 layers, without collectives and without real weights.
+
+    python benchmarks/bench_rank_slice.py --output FILE [--modes native sm80]
+
+The checkpoint is a config.json whose widths are a rank's share and whose weights are drawn on the card. Engram tables
+are left out: they belong to the host. Each mode is an engine of its own; both load side by side and are measured one at
+a time. A point is (requests, context tokens): every request prefills its own prompt, then all decode together.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import receipt  # noqa: E402
+
+TENSOR_PARALLEL = 8
+POINTS = [(1, 256), (8, 256), (32, 256), (1, 16_384), (8, 16_384), (1, 65_536)]
+DECODE_TOKENS = 48
+# A share of the released model: heads, output groups, expert width and vocabulary are cut, hidden size and layers are not.
+SHARE = {
+    "vocab_size": 129_280 // TENSOR_PARALLEL // 128 * 128,
+    "hidden_size": 5_120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64 // TENSOR_PARALLEL,
+    "q_lora_rank": 1_280,
+    "o_lora_rank": 1_024,
+    "o_groups": 8 // TENSOR_PARALLEL,
+    "moe_intermediate_size": 2_304 // TENSOR_PARALLEL,
+    "n_routed_experts": 384,
+    "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+    "kv_source_layer_ids": [2, 8, 14, 20],
+    "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+    "index_n_heads": 32,
+    "index_topk": 512,
+    "candidate_source_layer_id": 20,
+    "candidate_topk_blocks": 2_048,
+    "engram_layer_ids": [],
+    "dspark_target_layer_ids": [37, 38, 39],
+    "dspark_noise_token_id": 3_000,
+    "dspark_markov_rank": 256,
+    "dspark_n_routed_experts": 128,
+}
+OPTIONS = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 70_000, "max_num_seqs": 32, "max_num_batched_tokens": 8_192,
+    "kv_cache_memory_bytes": 12 << 30, "gpu_memory_utilization": 0.3, "limit_mm_per_prompt": {"image": 0},
+    "enable_prefix_caching": False, "seed": 0,
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def write_config(folder: Path) -> None:
+    """config.json of the rank's share."""
+    from vllm.ampere.testing import tiny_config
+
+    recipe = tiny_config.resolve("sharp", SHARE)
+    (folder / "config.json").write_text(json.dumps(tiny_config.build_config(recipe, 4_096)))
+
+
+def fill(parameter, low=None, high=None, seed=0, name="") -> None:
+    """Values of a sensible size in place of the dummy loader's, whose logits would all be equal."""
+    import torch
+
+    raw = parameter.data
+    if raw.device.type == "meta" or not raw.numel():
+        return
+    generator = torch.Generator(raw.device).manual_seed(raw.numel() + len(name))
+    if raw.dtype == torch.float8_e8m0fnu or (raw.dtype == torch.uint8 and "scale" in name):
+        raw.view(torch.uint8).fill_(121 if raw.ndim == 3 else 122)
+    elif raw.dtype in (torch.uint8, torch.int8):
+        raw.view(torch.uint8).random_(0, 256, generator=generator)
+    elif raw.dtype == torch.float8_e4m3fn:
+        raw.view(torch.uint8).random_(0, 0x7E, generator=generator)
+    elif torch.is_floating_point(raw):
+        width = raw.shape[-1] ** -0.5 if raw.ndim > 1 else 0.1
+        raw.copy_((torch.randn(raw.shape, device=raw.device, generator=generator) * width + (raw.ndim == 1)).to(raw.dtype))
+
+
+def measure(llm, requests: int, context: int) -> dict:
+    """Prefill seconds, and seconds between the steps in which every request got a token."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    drawn = random.Random(f"{requests}/{context}")
+    sampling = SamplingParams(temperature=0, max_tokens=DECODE_TOKENS, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    for number in range(requests):
+        tokens = [drawn.randrange(5, 4_000) for _ in range(context)]
+        engine.add_request(f"{requests}-{context}-{number}", {"prompt_token_ids": tokens}, sampling)
+    counts, ends, prefill_s = {}, [], None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+        if len(counts) == requests:
+            prefill_s = prefill_s or time.perf_counter() - start
+            if max(counts.values()) < DECODE_TOKENS:
+                ends.append(time.perf_counter())
+    return {"prefill_s": prefill_s, "steps_s": [b - a for a, b in zip(ends[4:], ends[5:])]}
+
+
+def child(folder: Path) -> None:
+    """One engine: load, wait for the card to be free, measure every point, print JSON."""
+    from vllm import LLM
+    from vllm.model_executor.model_loader import dummy_loader
+
+    dummy_loader.initialize_single_dummy_weight = fill
+    start = time.perf_counter()
+    llm = LLM(model=str(folder), **OPTIONS)
+    found = {"load_s": time.perf_counter() - start}
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        measure(llm, 2, 600)
+        for requests, context in POINTS:
+            found[f"bs{requests}-ctx{context}"] = measure(llm, requests, context)
+    print("RESULT " + json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def label(context: int) -> str:
+    return str(context) if context < 1_024 else f"{context // 1_024}k"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="receipt to write")
+    parser.add_argument("--modes", nargs="+", default=["native", "sm80"], choices=["native", "sm80", "sm86"])
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return child(arguments.child)
+    if not arguments.output:
+        parser.error("--output says where the receipt goes")
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_modes(Path(folder), arguments.modes)
+    first = arguments.modes[0]
+    figures = []
+    for mode in arguments.modes:
+        for requests, context in POINTS:
+            seen = found[mode][f"bs{requests}-ctx{context}"]
+            name = f"rank_slice_tp8/decode-bs{requests}-ctx{label(context)}"
+            step_s = statistics.median(seen["steps_s"])
+            figures.append({"id": f"{name}/{mode}-step", "value": round(step_s * 1e3, 3), "unit": "ms"})
+            rate = requests * context / seen["prefill_s"]
+            figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-rate", "value": round(rate), "unit": "tokens/s"})
+            if mode != first:
+                other = found[first][f"bs{requests}-ctx{context}"]
+                ratio = step_s / statistics.median(other["steps_s"])
+                figures.append({"id": f"{name}/{mode}-over-{first}", "value": round(ratio, 3), "unit": "x the time"})
+                ratio = seen["prefill_s"] / other["prefill_s"]
+                figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-over-{first}", "value": round(ratio, 3), "unit": "x the time"})
+    receipt.write(arguments.output, "rank-slice", "sm_80 code on H200 where the mode is sm80; upstream's own kernels where it is native",
+                  "tests/gpu/engine of the same commit; the weights here are random", figures, found)
+    for figure in figures:
+        print(f"{figure['value']:>12}  {figure['unit']:<12} {figure['id']}")
+
+
+def run_modes(folder: Path, modes: list[str]) -> dict[str, dict]:
+    """Mode -> what its child measured."""
+    write_config(folder)
+    children = {}
+    for mode in modes:
+        env = {"TRITON_CACHE_DIR": str(folder / f"triton-{mode}")} | ({} if mode == "native" else {"VLLM_AMPERE_ASSUME": mode})
+        log = open(folder / f"{mode}.log", "w+")
+        command = [sys.executable, __file__, "--child", str(folder)]
+        children[mode] = subprocess.Popen(command, env=os.environ | ENVIRONMENT | env, stdout=log, stderr=subprocess.STDOUT), log
+    found = {}
+    for mode, (process, log) in children.items():
+        process.wait()
+        log.seek(0)
+        lines = log.read().splitlines()
+        results = [line for line in lines if line.startswith("RESULT ")]
+        if not results:
+            sys.exit(f"error: the {mode} engine ended with {process.returncode}:\n" + "\n".join(lines[-60:]))
+        found[mode] = json.loads(results[0].removeprefix("RESULT "))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every receipt says besides its figures: which machine, which versions, which commit, which command."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 1
+_PACKAGES = ("vllm", "torch", "triton", "tilelang")
+
+
+def machine() -> dict:
+    """Card, driver, processor and Python; versions of what runs on them."""
+    card = torch.cuda.get_device_properties(0)
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
+    return {
+        "gpu": card.name, "gpus": torch.cuda.device_count(), "compute_capability": f"{card.major}.{card.minor}",
+        "gpu_memory_gib": round(card.total_memory / 2**30, 1), "multiprocessors": card.multi_processor_count,
+        "driver": driver[0] if driver else "unknown", "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def write(path: Path, kind: str, scope: str, correctness: str, figures: list[dict], samples: dict) -> None:
+    """Write a receipt.
+
+    Args:
+        path: file to write, with its folder.
+        kind: what was measured.
+        scope: one sentence that says which code ran on which card.
+        correctness: what shows that the same build gives right results.
+        figures: {"id", "value", "unit"} each.
+        samples: the raw measurements that the figures come from.
+    """
+    content = {
+        "schema": SCHEMA, "kind": kind, "scope": scope, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(), "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip() or "unknown",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "correctness": correctness, "figures": figures, "samples": samples,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except OSError:
+        return ""

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill chunk at a context of 1,048,576 tokens: what the scores take of the card's memory."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.integration.selection import select, step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not importlib.util.find_spec("vllm.v1"), reason="vLLM is not installed in this Python")]
+CONTEXT, ROWS = 1 << 20, 640
+
+
+def test_transients_stay_within_the_budget(monkeypatch):
+    """2.7 GB of scores in all; at most 1.5 budgets at a time (a slice, and what its selection keeps), the same selection."""
+    from vllm.ampere.integration.indexer import SCORE_BUDGET_BYTES
+
+    given = step(CONTEXT, ROWS, topk=512, device="cuda")
+    whole = select(*given, monkeypatch, budget_bytes=ROWS * CONTEXT * 4)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    sliced = select(*given, monkeypatch, budget_bytes=SCORE_BUDGET_BYTES)
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert SCORE_BUDGET_BYTES // 2 < taken <= 1.5 * SCORE_BUDGET_BYTES, taken
+    assert all(torch.equal(a, b) for a, b in zip(sliced, whole))
