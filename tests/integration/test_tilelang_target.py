@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from vllm.ampere.integration.tilelang_target import target
+from vllm.ampere.integration.emulate_sm80.tilelang_target import target
 
 needs_tilelang = pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="tilelang is not installed")
 

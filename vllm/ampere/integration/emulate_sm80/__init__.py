@@ -43,6 +43,7 @@ def install() -> None:
 
     if not getattr(current_platform, "is_emulated", False):
         return
-    from . import tripwires
+    from . import tilelang_target, tripwires
 
     tripwires.install()
+    tilelang_target.install(CAPABILITIES[envs.assumed_architecture()])

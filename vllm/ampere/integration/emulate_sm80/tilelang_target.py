@@ -5,8 +5,8 @@ import importlib.metadata
 import json
 import os
 
-from .. import upstream
-from ..errors import AmpereError
+from ... import upstream
+from ...errors import AmpereError
 
 
 def target(capability: tuple[int, int], card: tuple[int, int]) -> dict:
