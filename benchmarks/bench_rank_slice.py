@@ -175,8 +175,13 @@ def run_modes(folder: Path, modes: list[str]) -> dict[str, dict]:
         log = open(folder / f"{mode}.log", "w+")
         command = [sys.executable, __file__, "--child", str(folder)]
         children[mode] = subprocess.Popen(command, env=os.environ | ENVIRONMENT | env, stdout=log, stderr=subprocess.STDOUT), log
+    while all(process.poll() is None for process, _ in children.values()):
+        time.sleep(0.5)
+    failed = any(process.poll() for process, _ in children.values())
     found = {}
     for mode, (process, log) in children.items():
+        if failed and process.poll() is None:
+            process.kill()
         process.wait()
         log.seek(0)
         lines = log.read().splitlines()

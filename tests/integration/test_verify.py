@@ -54,3 +54,18 @@ def test_the_engine_calls_no_op_beyond_the_list():
         for name in line.partition(" import ")[2].split(",")
     }
     assert imported == set(verify.ENGINE_OPS)
+
+
+@pytest.mark.parametrize("load_format, refused", [("auto", True), ("safetensors", True), ("dummy", False)])
+def test_a_dummy_load_needs_no_shards(tmp_path, capsys, load_format, refused):
+    """A folder with a config alone is refused unless its weights are to be drawn."""
+    from types import SimpleNamespace
+
+    given = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), load_config=SimpleNamespace(load_format=load_format))
+    (tmp_path / "config.json").write_text("{}")
+    if not refused:
+        verify.AmpereDeepseekV41Config.verify_and_update_config(given)
+        return
+    with pytest.raises(SystemExit):
+        verify.AmpereDeepseekV41Config.verify_and_update_config(given)
+    assert str(tmp_path) in capsys.readouterr().err

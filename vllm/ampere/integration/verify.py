@@ -25,9 +25,14 @@ class AmpereDeepseekV41Config(DeepseekV4ForCausalLMConfig):
             return
         require_patched(Path(vllm.__file__).parents[1])
         require_kernels(gate.architecture().name)
-        # Anything that is not a path here is a hub name, which vLLM fetches later.
-        if Path(model_config.model).exists():
-            checkpoint.inspect(model_config.model)
+
+    @staticmethod
+    @exit_on_error
+    def verify_and_update_config(vllm_config) -> None:
+        """Look at the checkpoint's shards, where it is a path (else a hub name, which vLLM fetches) and will be read."""
+        model, load_format = vllm_config.model_config.model, vllm_config.load_config.load_format
+        if gate.architecture() is not None and load_format != "dummy" and Path(model).exists():
+            checkpoint.inspect(model)
 
 
 class OtherModelConfig(VerifyAndUpdateConfig):
