@@ -22,7 +22,7 @@ test-long:  ## the tests marked long; they fetch the source archive from the pac
 	.venv/bin/python -m pytest -m "long and $(NOT_HERE)" --durations=10
 
 test-ampere:  ## tests/gpu on an A100, A6000, RTX 3090 or like, and a receipt to send (RECEIPT; PYTHON: the one with vLLM)
-	$(PYTHON) tests/gpu/receipt.py $(or $(RECEIPT),ampere-receipt.json)
+	$(PYTHON) tests/gpu/ampere_receipt.py $(or $(RECEIPT),ampere-receipt.json)
 
 kernel-table: env  ## write docs/en/kernels.md: registers, shared memory and spills of every Triton kernel
 	@.venv/bin/vllm-ampere kernels compile --update docs/en/kernels.md
