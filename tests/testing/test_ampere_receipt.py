@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make test-ampere` writes, from a run of made-up tests."""
 
+import itertools
 import json
-import sys
 
 import pytest
 
@@ -20,19 +20,20 @@ def broken(): raise OSError("no memory")
 def test_without_its_fixture(broken): pass
 """
 
+NUMBER = itertools.count()  # a module is imported once a process
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """main() on a folder of tests, as on a card of some name; its status and the receipt, or None."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['gpu']\n")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(ampere_receipt, "ROOT", tmp_path)
     monkeypatch.setattr(ampere_receipt, "environment", lambda: {"gpus": "driver 1"})
     monkeypatch.setattr(ampere_receipt.receipt, "machine", lambda: {"gpu": "A100"})
 
     def call(tests, name, *arguments):
-        (tmp_path / "tests" / "test_made_up.py").write_text(tests)
+        (tmp_path / "tests" / f"test_made_up_{next(NUMBER)}.py").write_text(tests)
         monkeypatch.setattr(ampere_receipt, "card", lambda: name)
         target = tmp_path / "receipt.json"
         status = ampere_receipt.main([str(target), "-p", "no:cacheprovider", "--import-mode=importlib", *arguments])
@@ -51,10 +52,14 @@ def test_receipt_counts_and_names_what_failed(run):
     assert len(receipt["commit"]) in (7, 40) and receipt["scope"]
 
 
-def test_all_right_is_status_0_and_a_broken_file_is_a_failure(run):
-    assert run(TESTS, "A6000, compute capability 8.6", "-k", "right")[0] == 0
+def test_all_right_is_status_0(run):
+    status, receipt = run(TESTS, "A6000, compute capability 8.6", "-k", "test_right")
+    assert status == 0 and receipt["counts"] == {"passed": 1} and not receipt["failures"]
+
+
+def test_a_file_that_cannot_be_imported_is_a_failure(run):
     status, receipt = run("import nothing_of_this_name", "A6000, compute capability 8.6")
-    assert status == 1 and list(receipt["failures"]) == ["tests/test_made_up.py"]
+    assert status == 1 and receipt["counts"] == {"failed": 1} and "test_made_up" in next(iter(receipt["failures"]))
 
 
 @pytest.mark.parametrize("name", ["H200, compute capability 9.0", "no card"])
