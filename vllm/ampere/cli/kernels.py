@@ -101,11 +101,13 @@ def _compile(arguments: Namespace, console: Console) -> int:
         raise AmpereError(reason, "pip install triton; a card is not needed")
     from ..testing import kernel_table
 
+    document = _read(arguments.update) if arguments.update else ""
+    if arguments.update:
+        kernel_table.updated(document, "")  # a document without a place is refused now, not after minutes
     console.progress("compiling every kernel for sm_80 and sm_86: minutes")
     rows, compiled_by = kernel_table.rows(), kernel_table.compilers()
     if arguments.update:
-        document = kernel_table.updated(_read(arguments.update), kernel_table.markdown(rows, compiled_by))
-        arguments.update.write_text(document)
+        arguments.update.write_text(kernel_table.updated(document, kernel_table.markdown(rows, compiled_by)))
     elif console.format == "json":
         console.document({"compiled_by": compiled_by, "rows": rows})
     else:
