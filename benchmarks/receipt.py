@@ -28,6 +28,15 @@ def machine() -> dict:
     }
 
 
+def header(kind: str, scope: str) -> dict:
+    """What every receipt begins with; `kind` and `scope` as in `write`."""
+    return {
+        "schema": SCHEMA, "kind": kind, "scope": scope, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(), "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip() or "unknown",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
 def write(path: Path, kind: str, scope: str, correctness: str, figures: list[dict], samples: dict) -> None:
     """Write a receipt.
 
@@ -39,11 +48,7 @@ def write(path: Path, kind: str, scope: str, correctness: str, figures: list[dic
         figures: {"id", "value", "unit"} each.
         samples: the raw measurements that the figures come from.
     """
-    content = {
-        "schema": SCHEMA, "kind": kind, "scope": scope, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(), "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip() or "unknown",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "correctness": correctness, "figures": figures, "samples": samples,
-    }
+    content = header(kind, scope) | {"correctness": correctness, "figures": figures, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -111,6 +111,43 @@ def test_kernels_list_and_explain(capsys):
     assert "cos_sin    float32   [M, 64]" in capsys.readouterr().out
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """What `kernels compile` finds, without compiling; a list to fill."""
+    from vllm.ampere.testing import kernel_table
+
+    found = []
+    monkeypatch.setattr(kernel_table, "rows", lambda: found)
+    monkeypatch.setattr(kernel_table, "compilers", lambda: "Triton 0")
+    return found
+
+
+ROW = {"kernel": "copy", "constants": "N=8", "pointers": "u8", "warps": "4", "registers": "16", "shared bytes": "0",
+       "spilled bytes": "0", "faults": []}
+
+
+def test_kernels_compile(capsys, compiled, tmp_path):
+    compiled.append(ROW)
+    assert cli.main(["kernels", "compile", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"compiled_by": "Triton 0", "rows": [ROW]}
+    document = tmp_path / "kernels.md"
+    document.write_text("before\n<!-- kernels: begin, written by `make kernel-table` -->\nold\n<!-- kernels: end -->\n")
+    assert cli.main(["kernels", "compile", "--update", str(document)]) == 0
+    assert "| copy | N=8 | u8 | 4 | 16 | 0 | 0 |\n<!-- kernels: end -->\n" in document.read_text()
+    compiled[0] = ROW | {"faults": ["sm86: 101377 bytes of shared memory, sm86 has 101376"]}
+    assert cli.main(["kernels", "compile"]) == 1
+    assert "sm86 has 101376" in capsys.readouterr().out
+
+
+def test_kernels_compile_keeps_a_document_it_cannot_update(capsys, compiled, tmp_path):
+    (tmp_path / "empty.md").write_text("nothing\n")
+    for name, words in (("empty.md", "no place for the table"), ("absent.md", "cannot read")):
+        assert cli.main(["kernels", "compile", "--update", str(tmp_path / name)]) == 1
+        error, hint = capsys.readouterr().err.splitlines()[-2:]
+        assert words in error and hint.startswith("hint: ")
+    assert (tmp_path / "empty.md").read_text() == "nothing\n"
+
+
 def test_kernels_without_pytorch(site):
     ran = site.run("kernels", "list")
     assert (ran.status, ran.out) == (1, "")

@@ -7,8 +7,11 @@ import pkgutil
 
 import pytest
 
-from vllm.ampere import kernels
+from tests.repo.checkout import ROOT
+from vllm.ampere import kernels, upstream
+from vllm.ampere.errors import AmpereError
 from vllm.ampere.kernels.launch import Launch, tl, triton, unavailable
+from vllm.ampere.testing import kernel_table
 from vllm.ampere.testing.compile_check import Built, all_launches, build, faults
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
@@ -16,10 +19,38 @@ ARCHITECTURES = ("sm80", "sm86")
 LAUNCHES = all_launches()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+COMPILED_BY, DOCUMENTED = kernel_table.parsed((ROOT / "docs" / "en" / "kernels.md").read_text())
+
+
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
-def test_kernel_fits(launch, architecture):
-    assert not faults(launch, build(launch, architecture), architecture)
+def test_kernel_fits_and_is_documented(launch):
+    """Figures are compared where this environment's compilers are the document's, as those of `make test` are."""
+    seen = kernel_table.row(launch)
+    assert not seen.pop("faults")
+    (documented,) = (r for r in DOCUMENTED if {n: r[n] for n in kernel_table.IDENTITY} == kernel_table.identity(launch))
+    assert COMPILED_BY != kernel_table.compilers() or documented == seen, "run `make kernel-table`"
+
+
+def test_the_document_has_no_other_rows():
+    assert len(DOCUMENTED) == len(LAUNCHES)
+    assert COMPILED_BY.startswith(f"Triton {upstream.pins()['cpu']['triton']}, ")
+
+
+def test_a_document_is_updated_between_its_markers():
+    text = (ROOT / "docs" / "en" / "kernels.md").read_text()
+    other = kernel_table.updated(text, kernel_table.markdown(DOCUMENTED[:1], "Triton 0"))
+    assert kernel_table.parsed(other) == ("Triton 0", DOCUMENTED[:1])
+    assert kernel_table.updated(other, kernel_table.markdown(DOCUMENTED, COMPILED_BY)) == text
+    with pytest.raises(AmpereError, match="no place for the table"):
+        kernel_table.updated("", "")
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_declared_divisibility_is_that_of_a_launch(launch):
+    """Triton does not look at what a kernel says not to specialise."""
+    for parameter in launch.kernel.params:
+        blind = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        assert not (blind and launch.signature.get(parameter.name, "").endswith(":16")), parameter.name
 
 
 def test_every_module_with_kernels_lists_their_launches():

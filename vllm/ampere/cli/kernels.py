@@ -3,6 +3,7 @@
 
 import difflib
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import AmpereError, UsageError
@@ -22,7 +23,12 @@ def register(commands) -> None:
     explain = actions.add_parser("explain", help="one op: its contract, tolerances and implementations")
     explain.add_argument("op", metavar="OP", help="a name from `kernels list`")
     explain.set_defaults(run=_explain)
-    for each in (action, explain):
+    compiled = actions.add_parser(
+        "compile", help="compile every Triton kernel for sm_80 and sm_86: registers, shared memory, spills"
+    )
+    compiled.add_argument("--update", metavar="FILE", type=Path, help="write the table into a document, at its markers")
+    compiled.set_defaults(run=_compile)
+    for each in (action, explain, compiled):
         each.add_argument("--format", choices=("table", "json"), default="table", help="how to print (default: table)")
 
 
@@ -85,6 +91,35 @@ def _explain(arguments: Namespace, console: Console) -> int:
             console.text(f"\n{title}")
             console.table(rows, columns)
     return 0
+
+
+def _compile(arguments: Namespace, console: Console) -> int:
+    _all_ops()
+    from ..kernels.launch import unavailable
+
+    if reason := unavailable():
+        raise AmpereError(reason, "pip install triton; a card is not needed")
+    from ..testing import kernel_table
+
+    document = _read(arguments.update) if arguments.update else ""
+    if arguments.update:
+        kernel_table.updated(document, "")  # a document without a place is refused now, not after minutes
+    console.progress("compiling every kernel for sm_80 and sm_86: minutes")
+    rows, compiled_by = kernel_table.rows(), kernel_table.compilers()
+    if arguments.update:
+        arguments.update.write_text(kernel_table.updated(document, kernel_table.markdown(rows, compiled_by)))
+    elif console.format == "json":
+        console.document({"compiled_by": compiled_by, "rows": rows})
+    else:
+        console.table(rows, (*kernel_table.IDENTITY, *kernel_table.MEASURED, "faults"))
+    return int(any(row["faults"] for row in rows))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise AmpereError(f"cannot read {path}: {error.strerror or error}", "name a document with the markers") from error
 
 
 def _summary(op: "Op") -> dict:

@@ -20,7 +20,7 @@ from ..kernels.attention.inverse_rope import inverse_rope
 from ..kernels.attention.sparse_mla_decode import sparse_mla_decode
 from ..kernels.attention.sparse_mla_prefill import sparse_mla_prefill
 from ..kernels.attention.topk_slots import topk_slots
-from . import trace
+from . import trace, warmup
 from .compressor import AmpereDeepseekCompressor
 from .indexer import AmpereDeepseekV4Indexer
 
@@ -47,9 +47,10 @@ class AmpereDeepseekV4Attention(DeepseekV4Attention):
     swa_backend_cls = AmpereSparseSWABackend
     compressor_cls = AmpereDeepseekCompressor
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config, *args, **kwargs) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
         self._replay_rows = 0
+        warmup.register(self, vllm_config)
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

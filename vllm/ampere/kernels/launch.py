@@ -8,6 +8,8 @@ imports; `unavailable` then tells the registry why no Triton implementation can 
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -31,6 +33,14 @@ else:
 def unavailable() -> str:
     """Why Triton cannot run in this process, or "" if it can."""
     return "" if INSTALLED else "triton is not installed"
+
+
+def aligned_rows(like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Uninitialised [rows, width] of the dtype and device of `like`, whose rows start 16 elements apart or a multiple.
+
+    Triton compiles a kernel again for a stride that 16 does not divide; the width of scores follows the context.
+    """
+    return like.new_empty(rows, -(-width // 16) * 16)[:, :width]
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,20 @@ def build(launch: Launch, architecture: str) -> Built:
     return Built(built.asm["ptx"], built.metadata.shared, *_assemble(built.asm["ptx"], architecture, launch.fp_fusion))
 
 
-def _assemble(ptx: str, architecture: str, fp_fusion: bool) -> tuple[int, int, int]:
-    """(registers, spill stores, spill loads) that ptxas reports."""
+def ptxas() -> Path:
+    """The assembler of Triton's wheel."""
     import triton
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def _assemble(ptx: str, architecture: str, fp_fusion: bool) -> tuple[int, int, int]:
+    """(registers, spill stores, spill loads) that ptxas reports."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         options = [f"--gpu-name=sm_{architecture.removeprefix('sm')}", *([] if fp_fusion else ["--fmad=false"])]
-        command = [ptxas, "-v", *options, source, "-o", source.with_suffix(".cubin")]
+        command = [ptxas(), "-v", *options, source, "-o", source.with_suffix(".cubin")]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
     registers, stores, loads = (int(re.search(pattern, report)[1]) for pattern in patterns)

@@ -19,7 +19,7 @@ from .reference import inverse_rope_ref
 _BLOCK_H = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _inverse_rope_kernel(
     o_ptr,
     positions_ptr,
@@ -71,7 +71,7 @@ COMPILES = tuple(
         _inverse_rope_kernel,
         {
             "o_ptr": "*bf16:16",
-            "positions_ptr": "*i64:16",
+            "positions_ptr": "*i64",
             "cos_sin_ptr": "*fp32:16",
             "out_ptr": "*bf16:16",
             "stride_o_tok": "i32:16",

@@ -27,7 +27,10 @@ _NUM_STAGES = 2
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
-@triton.jit(do_not_specialize=["window_width", "compressed_width", "tokens", "splits"])
+@triton.jit(
+    do_not_specialize=["stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits"],
+    do_not_specialize_on_alignment=["window_slots_ptr", "window_lens_ptr", "compressed_slots_ptr", "compressed_lens_ptr"],
+)
 def _sparse_mla_decode_kernel(
     q_ptr,
     sink_ptr,
@@ -249,19 +252,22 @@ _POINTERS = {
     "q_ptr": "*bf16:16",
     "sink_ptr": "*fp32:16",
     "window_ptr": "*u8:16",
-    "window_slots_ptr": "*i32:16",
-    "window_lens_ptr": "*i32:16",
+    "window_slots_ptr": "*i32",
+    "window_lens_ptr": "*i32",
     "compressed_ptr": "*u8:16",
-    "compressed_slots_ptr": "*i32:16",
-    "compressed_lens_ptr": "*i32:16",
+    "compressed_slots_ptr": "*i32",
+    "compressed_lens_ptr": "*i32",
     "lse_ptr": "*fp32:16",
     "scale": "fp32",
 }
 _STRIDES = (
-    *("q_tok", "q_head", "window_page", "window_tok", "compressed_page", "compressed_tok"),
+    *("q_tok", "q_head", "window_page", "compressed_page"),
     *("out_split", "out_tok", "out_head"),
 )
-_SIZES = {name: "i32" for name in ("window_width", "compressed_width", "tokens", "splits")}
+_SIZES = {
+    name: "i32"
+    for name in ("stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits")
+}
 # 16 and 32 heads differ from these by their masks only.
 COMPILES = tuple(
     Launch(

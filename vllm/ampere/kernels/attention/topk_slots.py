@@ -14,7 +14,10 @@ from .reference import topk_slots_ref
 _BLOCK_K = 512
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(
+    do_not_specialize=["stride_topk_tok", "stride_table_req", "width"],
+    do_not_specialize_on_alignment=["topk_ptr", "request_ptr", "table_ptr", "positions_ptr"],
+)
 def _topk_slots_kernel(
     topk_ptr,
     request_ptr,
@@ -71,13 +74,13 @@ COMPILES = (
     Launch(
         _topk_slots_kernel,
         {
-            "topk_ptr": "*i32:16",
-            "request_ptr": "*i32:16",
-            "table_ptr": "*i32:16",
-            "positions_ptr": "*i64:16",
+            "topk_ptr": "*i32",
+            "request_ptr": "*i32",
+            "table_ptr": "*i32",
+            "positions_ptr": "*i64",
             "slots_ptr": "*i32:16",
             "lens_ptr": "*i32:16",
-            "stride_topk_tok": "i32:16",
+            "stride_topk_tok": "i32",
             "stride_table_req": "i32",
             "ratio": "i32",
             "page_rows": "i32:16",

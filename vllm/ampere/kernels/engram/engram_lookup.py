@@ -22,7 +22,10 @@ from .reference import engram_lookup_ref
 _ROWS, _WARPS = 8, 4
 
 
-@triton.jit(do_not_specialize=["first_row", "end_row", "count"])
+@triton.jit(
+    do_not_specialize=["stride_rows_tok", "stride_rows_col", "first_row", "end_row", "count"],
+    do_not_specialize_on_alignment=["rows_ptr"],
+)
 def _engram_lookup_kernel(
     table_ptr, scales_ptr, rows_ptr, out_ptr, stride_rows_tok, stride_rows_col, first_row, end_row, count,
     COLUMNS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
@@ -55,7 +58,7 @@ COMPILES = tuple(
     Launch(
         _engram_lookup_kernel,
         {
-            "table_ptr": "*u8:16", "scales_ptr": "*u8:16", "rows_ptr": f"*{integer}:16", "out_ptr": "*bf16:16",
+            "table_ptr": "*u8:16", "scales_ptr": "*u8:16", "rows_ptr": f"*{integer}", "out_ptr": "*bf16:16",
             "stride_rows_tok": "i32", "stride_rows_col": "i32", "first_row": "i32", "end_row": "i32", "count": "i32",
         },
         {"COLUMNS": 24, "DIM": ENGRAM_DIM, "GROUPS": ENGRAM_SCALES, "ROWS": _ROWS},

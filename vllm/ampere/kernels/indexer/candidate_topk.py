@@ -107,13 +107,16 @@ def _scores(sizes, generator, device):
 
 def _block_inputs(sizes, generator, device):
     visible = integers(generator, 0, sizes["S"] + 1, sizes["T"], dtype=torch.int32, device=device)
-    return {"scores": _scores(sizes, generator, device), "visible": visible, "blocks": sizes["C"], "block_size": 8}
+    size = sizes.get("block_size", 8)
+    return {"scores": _scores(sizes, generator, device), "visible": visible, "blocks": sizes["C"], "block_size": size}
 
 
 def _mask_inputs(sizes, generator, device):
     given = _block_inputs(sizes, generator, device)
-    listed = candidate_blocks_ref(given["scores"], given["visible"], sizes["C"], 8)
-    return {"scores": _scores(sizes, generator, device), "candidates": listed, "block_size": 8}
+    listed = candidate_blocks_ref(**given)
+    return {
+        "scores": _scores(sizes, generator, device), "candidates": listed, "block_size": given["block_size"],
+    }
 
 
 def _topk_inputs(sizes, generator, device):

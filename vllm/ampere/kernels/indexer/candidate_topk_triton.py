@@ -9,7 +9,7 @@ the result is exact and does not depend on how programs are scheduled.
 
 import torch
 
-from ..launch import Launch, tl, triton
+from ..launch import Launch, aligned_rows, tl, triton
 from ..order_key import BELOW_ALL, order_key
 
 _CHUNK, _LANES_PER_WARP = 8192, 512
@@ -49,10 +49,15 @@ def _largest_kernel(
     tl.store(out_ptr + lane, tl.full([CHUNK], -1, tl.int32), (lane >= count) & (lane < K))
 
 
+def chunk_entries(k: int) -> int:
+    """Entries of a row that one program looks at."""
+    return max(_CHUNK, triton.next_power_of_2(2 * k))
+
+
 def select_topk_triton(scores: torch.Tensor, k: int) -> torch.Tensor:
     """See `select_topk`."""
     rows, entries = scores.shape
-    chunk = max(_CHUNK, triton.next_power_of_2(2 * k))
+    chunk = chunk_entries(k)
     columns = None
     while columns is None or columns.shape[1] > k:
         chunks = max(1, triton.cdiv(entries, chunk))
@@ -67,7 +72,7 @@ def select_topk_triton(scores: torch.Tensor, k: int) -> torch.Tensor:
     return columns
 
 
-@triton.jit(do_not_specialize=["width", "count"])
+@triton.jit(do_not_specialize=["width", "count"], do_not_specialize_on_alignment=["visible_ptr"])
 def _block_scores_kernel(
     scores_ptr, visible_ptr, best_ptr, stride_scores_row, stride_best_row, width, count,
     SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
@@ -91,7 +96,7 @@ def candidate_blocks_triton(scores: torch.Tensor, visible: torch.Tensor, blocks:
     """See `candidate_blocks`."""
     rows, width = scores.shape
     count = triton.cdiv(width, block_size)
-    best = torch.empty(rows, count, dtype=torch.float32, device=scores.device)
+    best = aligned_rows(scores, rows, count)
     if best.numel():
         _block_scores_kernel[(rows, triton.cdiv(count, _BLOCKS))](
             scores, visible, best, scores.stride(0), best.stride(0), width, count,
@@ -100,7 +105,7 @@ def candidate_blocks_triton(scores: torch.Tensor, visible: torch.Tensor, blocks:
     return select_topk_triton(best, blocks)
 
 
-@triton.jit(do_not_specialize=["width", "listed"])
+@triton.jit(do_not_specialize=["stride_candidates_row", "width", "listed"])
 def _copy_blocks_kernel(
     scores_ptr, candidates_ptr, out_ptr, stride_scores_row, stride_candidates_row, stride_out_row, width, listed,
     SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
@@ -118,7 +123,7 @@ def _copy_blocks_kernel(
 def mask_to_candidates_triton(scores: torch.Tensor, candidates: torch.Tensor, block_size: int) -> torch.Tensor:
     """See `mask_to_candidates`."""
     rows, width = scores.shape
-    out = scores.new_full((rows, width), float("-inf"))
+    out = aligned_rows(scores, rows, width).fill_(float("-inf"))
     listed = candidates.shape[1]
     if out.numel() and listed:
         _copy_blocks_kernel[(rows, triton.cdiv(listed, _COPIED))](
@@ -146,7 +151,7 @@ COMPILES = (
     Launch(
         _block_scores_kernel,
         _SCORES | {
-            "visible_ptr": "*i32:16", "best_ptr": "*fp32:16", "stride_best_row": "i32:16", "width": "i32",
+            "visible_ptr": "*i32", "best_ptr": "*fp32:16", "stride_best_row": "i32:16", "width": "i32",
             "count": "i32",
         },
         {"SIZE": 8, "SIZE_PADDED": 8, "BLOCKS": _BLOCKS},
@@ -154,7 +159,7 @@ COMPILES = (
     Launch(
         _copy_blocks_kernel,
         _SCORES | {
-            "candidates_ptr": "*i32:16", "out_ptr": "*fp32:16", "stride_candidates_row": "i32:16",
+            "candidates_ptr": "*i32:16", "out_ptr": "*fp32:16", "stride_candidates_row": "i32",
             "stride_out_row": "i32:16", "width": "i32", "listed": "i32",
         },
         {"SIZE": 8, "SIZE_PADDED": 8, "BLOCKS": _COPIED},

@@ -22,7 +22,7 @@ from .rotate_quantize import rotate_quantize
 _ROWS, _WARPS = 4, 1
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _key_norm_rope_store_kernel(
     k_ptr, positions_ptr, cos_sin_ptr, norm_weight_ptr, cache_ptr, slots_ptr,
     stride_k_tok, stride_position, stride_cache_page, eps, rows,
@@ -61,8 +61,8 @@ COMPILES = tuple(
     Launch(
         _key_norm_rope_store_kernel,
         {
-            "k_ptr": "*bf16:16", "positions_ptr": "*i64:16", "cos_sin_ptr": "*fp32:16", "norm_weight_ptr": "*bf16:16",
-            "cache_ptr": "*u8:16", "slots_ptr": "*i64:16", "stride_k_tok": "i32:16", "stride_position": "i32:16",
+            "k_ptr": "*bf16:16", "positions_ptr": "*i64", "cos_sin_ptr": "*fp32:16", "norm_weight_ptr": "*bf16:16",
+            "cache_ptr": "*u8:16", "slots_ptr": "*i64", "stride_k_tok": "i32:16", "stride_position": "i32:16",
             "stride_cache_page": "i32:16", "eps": "fp32", "rows": "i32",
         },
         {"P": 64, "RATIO": ratio, "ROWS": _ROWS},

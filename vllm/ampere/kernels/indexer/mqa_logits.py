@@ -11,7 +11,7 @@ import torch
 
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..launch import Launch, tl, triton, unavailable
+from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import mqa_logits_ref
 from .score_tile import head_block, load_queries, load_weights, score_tile
@@ -43,7 +43,7 @@ def _mqa_logits_kernel(
 
 def _mqa_logits_triton(q, weights, keys, key_scales, starts, ends, width):
     tokens, heads = weights.shape
-    out = weights.new_empty(tokens, width)
+    out = aligned_rows(weights, tokens, width)
     if out.numel():
         _mqa_logits_kernel[(tokens, triton.cdiv(width, _KEYS))](
             q.view(torch.uint8), weights, keys.view(torch.uint8), key_scales, starts, ends, out,

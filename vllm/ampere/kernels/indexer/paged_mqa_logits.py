@@ -15,7 +15,7 @@ import torch
 from ...cache_layout import INDEX_KEY
 from ...testing.inputs import integers, normal
 from ..contracts import Arg
-from ..launch import Launch, tl, triton, unavailable
+from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import paged_mqa_logits_ref
 from .score_tile import head_block, load_queries, load_weights, score_tile
@@ -25,7 +25,10 @@ _KEYS, _WARPS, _STAGES = 64, 4, 2
 _PROGRAMS = 1024
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(
+    do_not_specialize=["stride_table_row", "width"],
+    do_not_specialize_on_alignment=["table_ptr", "request_ptr", "visible_ptr"],
+)
 def _paged_mqa_logits_kernel(
     q_ptr, weights_ptr, cache_ptr, table_ptr, request_ptr, visible_ptr, out_ptr,
     stride_weights_row, stride_cache_page, stride_table_row, stride_out_row, width,
@@ -60,7 +63,7 @@ def _paged_mqa_logits_kernel(
 
 def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width):
     tokens, heads = weights.shape
-    out = weights.new_empty(tokens, width)
+    out = aligned_rows(weights, tokens, width)
     if out.numel():
         programs = min(triton.cdiv(width, _KEYS), max(1, _PROGRAMS // tokens))
         _paged_mqa_logits_kernel[(tokens, programs)](
@@ -75,9 +78,9 @@ COMPILES = tuple(
     Launch(
         _paged_mqa_logits_kernel,
         {
-            "q_ptr": "*u8:16", "weights_ptr": "*fp32:16", "cache_ptr": "*u8:16", "table_ptr": "*i32:16",
-            "request_ptr": "*i32:16", "visible_ptr": "*i32:16", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
-            "stride_cache_page": "i32:16", "stride_table_row": "i32:16", "stride_out_row": "i32:16", "width": "i32",
+            "q_ptr": "*u8:16", "weights_ptr": "*fp32:16", "cache_ptr": "*u8:16", "table_ptr": "*i32",
+            "request_ptr": "*i32", "visible_ptr": "*i32", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
+            "stride_cache_page": "i32:16", "stride_table_row": "i32", "stride_out_row": "i32:16", "width": "i32",
         },
         {"N": heads, "P": page, "HEADS": head_block(heads), "KEYS": _KEYS},
         num_warps=_WARPS,

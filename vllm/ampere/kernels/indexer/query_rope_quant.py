@@ -20,7 +20,10 @@ from .rotate_quantize import rotate_quantize
 _ROWS, _WARPS = 8, 2
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(
+    do_not_specialize=["stride_weights_tok", "rows"],
+    do_not_specialize_on_alignment=["positions_ptr", "weights_ptr"],
+)
 def _query_rope_quant_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, codes_ptr, scaled_ptr,
     stride_q_tok, stride_q_head, stride_position, stride_weights_tok, softmax_scale, head_scale, rows,
@@ -55,9 +58,9 @@ COMPILES = (
     Launch(
         _query_rope_quant_kernel,
         {
-            "q_ptr": "*bf16:16", "positions_ptr": "*i64:16", "cos_sin_ptr": "*fp32:16", "weights_ptr": "*bf16:16",
+            "q_ptr": "*bf16:16", "positions_ptr": "*i64", "cos_sin_ptr": "*fp32:16", "weights_ptr": "*bf16",
             "codes_ptr": "*u8:16", "scaled_ptr": "*fp32:16", "stride_q_tok": "i32:16", "stride_q_head": "i32:16",
-            "stride_position": "i32:16", "stride_weights_tok": "i32:16", "softmax_scale": "fp32",
+            "stride_position": "i32:16", "stride_weights_tok": "i32", "softmax_scale": "fp32",
             "head_scale": "fp32", "rows": "i32",
         },
         {"N": 32, "ROWS": _ROWS},

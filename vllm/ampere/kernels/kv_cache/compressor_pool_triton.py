@@ -13,7 +13,7 @@ from ..triton_slots import request_of
 _BLOCK_R = 64
 
 
-@triton.jit(do_not_specialize=["slot_count", "requests"])
+@triton.jit(do_not_specialize=["capacity", "slot_count", "requests"])
 def _compressor_pool_kernel(
     kv_score_ptr,
     positions_ptr,
@@ -67,7 +67,7 @@ def _compressor_pool_kernel(
     tl.store(out_ptr + token * stride_out_tok + offs_d, latent.to(tl.bfloat16))
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["capacity", "requests"])
 def _compressor_ring_kernel(
     kv_score_ptr,
     state_ptr,

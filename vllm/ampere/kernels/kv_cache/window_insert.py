@@ -21,7 +21,7 @@ from .triton_record import record_pointers
 _NUM_WARPS = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _window_insert_kernel(
     latent_ptr,
     cache_ptr,
@@ -84,8 +84,8 @@ COMPILES = tuple(
         {
             "latent_ptr": "*bf16:16",
             "cache_ptr": "*u8:16",
-            "slots_ptr": "*i64:16",
-            "positions_ptr": "*i64:16",
+            "slots_ptr": "*i64",
+            "positions_ptr": "*i64",
             "cos_sin_ptr": "*fp32:16",
             "stride_latent_tok": "i32:16",
             "stride_page": "i32:16",

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serving launches was compiled at start-up: the keys of both are recorded on the CPU and compared."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.ampere.kernels.launch import tl, triton, unavailable
+from vllm.ampere.kernels.registry import all_ops
+from vllm.ampere.testing import tiny_checkpoint
+from vllm.ampere.testing.engine import OPTIONS, run
+from vllm.ampere.testing.specialization import key, recorded_launches
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+HEADS, INDEX_HEADS, TOPK, BLOCKS, BLOCK_SIZE, PAGE = 8, 32, 512, 2048, 8, 64
+
+
+def layer(ratio: int, source: bool, write: bool | None):
+    """What the warm-up reads of an attention layer; one without an indexer if `write` is None."""
+    selection = types.SimpleNamespace(
+        candidate_blocks=torch.empty(1, BLOCKS, dtype=torch.int32), candidate_block_size=BLOCK_SIZE, candidate_write=write
+    )
+    indexer = types.SimpleNamespace(
+        n_head=INDEX_HEADS, owns_k=source, compress_ratio=ratio, indexer_op=selection,
+        k_cache=types.SimpleNamespace(kv_cache=torch.empty(1, PAGE, 132, dtype=torch.uint8)),
+        topk_indices_buffer=torch.empty(1, TOPK, dtype=torch.int32),
+    )
+    return types.SimpleNamespace(
+        n_local_heads=HEADS, compress_ratio=ratio, is_kv_source=source, indexer=None if write is None else indexer
+    )
+
+
+LAYERS = (layer(0, False, None), layer(2, True, True), layer(1, True, False))
+
+
+def launch(name: str, **arguments) -> None:
+    all_ops()[name].implementations[0].function(**arguments)
+
+
+def cache(page_rows: int, pages: int = 4) -> torch.Tensor:
+    return torch.empty(pages, page_rows, 584, dtype=torch.uint8)
+
+
+def serve_attention(rows: int, first: int, requests: int) -> None:
+    """Launches of a step's attention; its metadata is sliced at any row, as where prefill rows follow decode rows."""
+
+    def sliced(*shape, dtype=torch.int32):
+        return torch.empty(first + rows, *shape, dtype=dtype)[first:]
+
+    positions, slots = sliced(dtype=torch.int64), sliced(dtype=torch.int64)
+    table = torch.empty(requests, 17 + requests, dtype=torch.int32)
+    rotary = torch.empty(64, 64)
+    q = sliced(HEADS, 512, dtype=torch.bfloat16)
+    window = {"window_cache": cache(32), "window_slots": sliced(133), "window_lens": sliced()}
+    selected = {"compressed_cache": cache(64), "compressed_slots": sliced(TOPK), "compressed_lens": sliced()}
+    for op in ("sparse_mla_decode", "sparse_mla_prefill"):
+        for lists in (window, window | selected):
+            launch(op, q=q, sink=torch.empty(HEADS), scale=0.1, **lists, out=torch.empty_like(q))
+    launch("inverse_rope", o=q, positions=positions, cos_sin=rotary)
+    latent, keys = sliced(512, dtype=torch.bfloat16), sliced(128, dtype=torch.bfloat16)
+    for ratio in (1, 2):
+        launch("topk_slots", topk=sliced(TOPK), request=sliced(), block_table=table, positions=positions, ratio=ratio,
+               page_rows=64)
+        launch("compressor_insert", latent=latent, cache=cache(64), slots=slots, positions=positions, cos_sin=rotary,
+               ratio=ratio)
+        launch("key_norm_rope_store", k=keys, positions=positions, cos_sin=rotary, slots=slots, eps=1e-6, ratio=ratio,
+               norm_weight=torch.empty(128, dtype=torch.bfloat16), cache=torch.empty(4, PAGE, 132, dtype=torch.uint8))
+
+
+def serve_index(rows: int, first: int, width: int) -> None:
+    """Launches of an indexer on a slice of rows, at a context that gives scores of some width."""
+    q = torch.empty(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
+    weights = torch.empty(rows, INDEX_HEADS + 3, dtype=torch.bfloat16)[:, 3:]
+    positions = torch.empty(first + rows, dtype=torch.int64)[first:]
+    launch("query_rope_quant", q=q, positions=positions, cos_sin=torch.empty(64, 64), weights=weights,
+           softmax_scale=0.1, head_scale=0.1)
+    request, visible = (torch.empty(first + rows, dtype=torch.int32)[first:] for _ in range(2))
+    scores = all_ops()["paged_mqa_logits"].implementations[0].function(
+        q.to(torch.float8_e4m3fn), torch.empty(rows, INDEX_HEADS), torch.empty(4, PAGE, 132, dtype=torch.uint8),
+        torch.empty(3, 1 + width // PAGE, dtype=torch.int32), request, visible, width,
+    )
+    launch("candidate_blocks", scores=scores, visible=visible, blocks=BLOCKS, block_size=BLOCK_SIZE)
+    candidates = torch.empty(first + rows, BLOCKS, dtype=torch.int32)[first:]
+    masked = all_ops()["mask_to_candidates"].implementations[0].function(scores, candidates, BLOCK_SIZE)
+    for each in (scores, masked):
+        launch("select_topk", scores=each, k=TOPK)
+
+
+def test_every_batch_and_context_reaches_exactly_what_was_warmed():
+    from vllm.ampere.integration.warmup import KERNELS
+
+    with recorded_launches() as warmed:
+        for each in LAYERS:
+            for call in KERNELS.get_warmup_keys(each):
+                launch(call.op, **call.inputs("cpu"))
+    with recorded_launches() as served:
+        for rows in range(1, 34):
+            serve_attention(rows, rows % 5, 1 + rows % 3)
+        serve_attention(4097, 6, 16)
+        for width in (1, 2, 15, 16, 100, 511, 513, 8191, 8193, 16_384, 65_537, 131_071, 200_000):
+            serve_index(1, 0, width)
+            serve_index(7, 3, width)
+    assert served == warmed and len(served) > 15
+
+
+# On a card upstream's own kernels do the work of these ops.
+UPSTREAM_ON_A_CARD = {
+    "_compressor_pool_kernel", "_compressor_ring_kernel", "_engram_gate_kernel", "_mhc_collapse_kernel",
+    "_mhc_post_kernel", "_route_kernel", "_window_slots_kernel",
+}
+
+
+def test_the_engine_reaches_nothing_else(tmp_path):
+    """With drafts: prefill in chunks, steps that mix prefill and decode, decode of one row and of six.
+
+    The engram look-up has one binary, which upstream's first dummy request compiles.
+    """
+    prompts = [[(7 * n + i) % 100 + 3 for i in range(length)] for n, length in enumerate((1, 20, 45, 700, 3, 17))]
+    options = OPTIONS | {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
+    checkpoint = tiny_checkpoint.write(tmp_path / "parrot", "parrot")
+    job = {"checkpoint": str(checkpoint), "options": options, "prompts": prompts, "max_tokens": 5}
+    script = Path(__file__).with_name("served_kernels.py")
+    ended = run([str(script), json.dumps(job)], tmp_path / "log", 500)
+    assert ended.code == 0, ended.output[-4000:]
+    seen = json.loads(ended.output.strip().splitlines()[-1])
+    served, warmed = ({tuple(k) for k in seen[name]} for name in ("served", "warmed"))
+    others = sorted(name for name, _ in served - warmed if name not in UPSTREAM_ON_A_CARD)
+    assert others == ["_engram_lookup_kernel"], sorted(served - warmed)
+    assert {name for name, _ in warmed - served} == {"_largest_kernel"}  # its second round starts at 8,192 rows
+
+
+@triton.jit
+def _sum_kernel(x_ptr, count):
+    tl.store(x_ptr, tl.load(x_ptr) + count)
+
+
+def test_a_size_that_is_specialised_would_show():
+    x = torch.empty(64)
+    assert len({key(_sum_kernel, x, count) for count in (1, 16, 17, 33, 48)}) == 3
+    assert len({key(_sum_kernel, x[first:], 17) for first in range(8)}) == 2

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel that serving can reach is compiled before the first request.
+
+Upstream's warm-up registry compiles, at start-up, what the model's layers registered while they were built. Ours
+register themselves there, with upstream's mHC and log-probability kernels, which serve this model without having been
+registered. No run-time size picks a binary of our kernels: sizes and strides that follow the batch or the context are
+not specialised, nor is the alignment of metadata, which is sliced at any token. So one call of an op compiles it for
+all batches, except for the constants enumerated here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+from vllm.platforms import current_platform
+
+from ..kernels.indexer.candidate_topk_triton import chunk_entries
+from ..kernels.registry import Case, all_ops
+
+# Rows a page, and columns: any multiple of 16 gives the same binary.
+_ROWS, _COLUMNS, _POSITIONS = 64, 64, 64
+# Where the engine sets no limit; the chat interface has 20.
+_MOST_LOGPROBS = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op on random arguments.
+
+    Attributes:
+        op: its name.
+        sizes: of its first case, as pairs.
+    """
+
+    op: str
+    sizes: tuple[tuple[str, int], ...]
+
+    def inputs(self, device: str | torch.device) -> dict:
+        return Case("", dict(self.sizes), all_ops()[self.op].cases[0].make).inputs(device=device)
+
+    def run(self, device: str | torch.device) -> None:
+        all_ops()[self.op].choose(device)(**self.inputs(device))
+
+
+def _call(op: str, **sizes: int) -> Call:
+    return Call(op, tuple(sizes.items()))
+
+
+def calls(layer) -> list[Call]:
+    """The calls that compile whatever a layer's attention, compressor and indexer can launch.
+
+    Args:
+        layer: an `AmpereDeepseekV4Attention`, its index cache bound.
+    """
+    heads, ratio = layer.n_local_heads, layer.compress_ratio
+    lists = {"T": 1, "H": heads, "W": 128, "K": _COLUMNS if ratio else 0, "P": _ROWS, "Q": _ROWS}
+    found = [
+        _call("inverse_rope", T=1, H=heads, M=_POSITIONS),
+        _call("sparse_mla_decode", **lists),  # one token: split, and merged
+        _call("sparse_mla_prefill", **lists),  # not split, which many decode tokens are not either
+    ]
+    if ratio:
+        found.append(_call("topk_slots", T=1, K=_COLUMNS, ratio=ratio, page_rows=_ROWS))
+    if layer.is_kv_source:
+        found.append(_call("compressor_insert", T=1, S=1, B=2, P=_ROWS, ratio=ratio))
+    return found if layer.indexer is None else found + _index_calls(layer.indexer)
+
+
+def _index_calls(indexer) -> list[Call]:
+    heads, selection = indexer.n_head, indexer.indexer_op
+    page, selected = indexer.k_cache.kv_cache.shape[1], indexer.topk_indices_buffer.shape[1]
+    found = [
+        _call("query_rope_quant", T=1, N=heads, M=_POSITIONS),
+        _call("paged_mqa_logits", T=1, N=heads, R=1, P=page, S=page),
+        _call("select_topk", T=1, S=2 * chunk_entries(selected), K=selected),  # two chunks: both kinds of round
+    ]
+    if indexer.owns_k:
+        found.append(_call("key_norm_rope_store", T=1, P=page, M=_POSITIONS, ratio=indexer.compress_ratio))
+    if selection.candidate_blocks is not None:
+        blocks, size = selection.candidate_blocks.shape[1], selection.candidate_block_size
+        width = 2 * size * chunk_entries(blocks)
+        op = "candidate_blocks" if selection.candidate_write else "mask_to_candidates"
+        found.append(_call(op, T=1, S=width, C=blocks, block_size=size))
+    return found
+
+
+class AmpereKernels(VllmJitKernel[Call]):
+    """Our kernels, as one entry of upstream's registry."""
+
+    def get_warmup_keys(self, layer) -> list[Call]:
+        return calls(layer)
+
+    def compile(self, compile_key: Call) -> None:
+        compile_key.run(current_platform.device_type)
+
+
+class TokenLogprobs(VllmJitKernel[int]):
+    """Upstream's log-probabilities of chosen tokens, whose block follows the number that a request asks for."""
+
+    def get_warmup_keys(self, vllm_config) -> list[int]:
+        """Column counts, one for each binary: the sampled token and as many others as a request may ask for."""
+        asked = vllm_config.model_config.max_logprobs
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        columns = range(1, 2 + (asked if 0 <= asked < _MOST_LOGPROBS else _MOST_LOGPROBS))
+        return list({((n - 1).bit_length(), n == 1, n % 16 == 0): n for n in reversed(columns)}.values())
+
+    def compile(self, compile_key: int) -> None:
+        from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+        device = current_platform.device_type
+        logits = torch.zeros(1, self._vocabulary, device=device)
+        compute_token_logprobs(logits, torch.zeros(1, compile_key, dtype=torch.int64, device=device))
+
+
+KERNELS, TOKEN_LOGPROBS = AmpereKernels(), TokenLogprobs()
+
+
+def register(layer, vllm_config) -> None:
+    """Register what an attention layer and the sublayers around it launch, while the layer is built on a GPU."""
+    if not current_platform.is_cuda():
+        return
+    from vllm.model_executor.kernels.mhc import tilelang_kernels as mhc
+
+    KERNELS.register_warmup(layer)
+    TOKEN_LOGPROBS.register_warmup(vllm_config)
+    hidden, streams = layer.hidden_size, vllm_config.model_config.hf_config.hc_mult
+    for columns in (hidden, streams * hidden):  # one stream in the first layer
+        mhc._HC_PRENORM_GEMM_TILELANG_KERNEL.register_warmup(
+            vllm_config, hidden_size=columns, hc_mult=1, n_out=streams * (streams + 2)
+        )
+    if mhc.mhc_fused_post_pre_splits(hidden, streams):
+        mhc._MHC_FUSED_TILELANG_KERNEL.register_warmup(vllm_config, hidden_size=hidden, hc_mult=streams)
+    mhc._MHC_POST_TILELANG_KERNEL.register_warmup(hidden_size=hidden, hc_mult=streams)
