@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensu
 ENV = $(PYTHON) vllm/ampere/environment.py
 NOT_HERE = not gpu and not multi_gpu
 
-.PHONY: help demo test test-long test-ampere kernel-table env patch clean
+.PHONY: help demo test test-long test-gpu test-ampere kernel-table env patch clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -20,6 +20,9 @@ test:  ## every test that needs no GPU and is not marked long
 test-long:  ## the tests marked long; they fetch the source archive from the package index
 	@$(ENV) cpu
 	.venv/bin/python -m pytest -m "long and $(NOT_HERE)" --durations=10
+
+test-gpu:  ## every test that needs a card, by the PYTHON that has the patched vLLM; a newer card runs sm_80 code
+	$(PYTHON) -m pytest tests -m "gpu and not multi_gpu"
 
 test-ampere:  ## tests/gpu on an A100, A6000, RTX 3090 or like, and a receipt to send (RECEIPT; PYTHON: the one with vLLM)
 	$(PYTHON) tests/gpu/ampere_receipt.py $(or $(RECEIPT),ampere-receipt.json)

@@ -17,17 +17,26 @@ from vllm.ampere.testing.token_classes import token_classes
 
 from .runs import OPTIONS, RUNS, Runner, obstacle
 
-FIGURES = pytest.StashKey[dict]()
+RUNS_OF = pytest.StashKey["Runs"]()
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what this machine cannot run; start the others' engines in the order of the tests."""
+    """Skip what this machine cannot run, and put the tests of this folder last: their engines start with the session."""
     here = [item for item in items if item.path.parent.name == "engine"]
+    items.sort(key=here.__contains__)
     missing = "" if importlib.util.find_spec("vllm.v1") else "vLLM is not installed in this Python"
     for item in here:
         reasons = [missing or obstacle(RUNS[name].mode) for name in needed(item)] or [missing]
         if any(reasons):
             item.add_marker(pytest.mark.skip(reason=next(filter(None, reasons))))
+
+
+def pytest_collection_finish(session):
+    wanted = [name for item in session.items if not item.get_closest_marker("skip") for name in needed(item)]
+    if wanted and not session.config.option.collectonly:
+        runner = Runner(session.config._tmp_path_factory.mktemp("engines"))
+        session.config.stash[RUNS_OF] = Runs(runner)
+        runner.start(dict.fromkeys(wanted))
 
 
 def needed(item) -> list[str]:
@@ -43,8 +52,8 @@ class Runs:
         figures: label -> what a comparison gave; printed at the end.
     """
 
-    def __init__(self, runner: Runner, figures: dict):
-        self.runner, self.figures, self._parts = runner, figures, {}
+    def __init__(self, runner: Runner):
+        self.runner, self.figures, self._parts = runner, {}, {}
 
     def __getattr__(self, name):
         return getattr(self.runner, name)
@@ -78,14 +87,12 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory, request):
-    figures = request.config.stash[FIGURES] = {}
-    runner = Runner(tmp_path_factory.mktemp("engines"))
-    wanted = [name for item in request.session.items if not item.get_closest_marker("skip") for name in needed(item)]
-    runner.start(dict.fromkeys(wanted))
-    return Runs(runner, figures)
+def runs(request):
+    return request.config.stash[RUNS_OF]
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    for label, value in config.stash.get(FIGURES, {}).items():
-        terminalreporter.write_line(f"{label}: {value}")
+    if RUNS_OF in config.stash:
+        terminalreporter.section("engines: figures")
+        for label, value in config.stash[RUNS_OF].figures.items():
+            terminalreporter.write_line(f"{label}: {value}")

@@ -40,6 +40,8 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "2",
 }
+# What this process believes is not what its children do.
+BELIEFS = ("VLLM_AMPERE_ASSUME", "TRITON_OVERRIDE_ARCH", "TILELANG_DEFAULT_TARGET")
 # What upstream's own path is told: the MoE that Ampere runs, since another one rounds activations otherwise.
 NATIVE = {"moe_backend": "marlin"}
 DRAFTS = {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
@@ -209,10 +211,11 @@ def obstacle(mode: str) -> str:
 
 def execute(command: list[str], log: Path, env: dict[str, str], limit_s: float = 420.0) -> int | None:
     """Run this Python in the engine's environment; its exit status, or None if it was stopped at the limit."""
-    paths = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"), str(ROOT)]))
+    ours = {name: value for name, value in os.environ.items() if name not in BELIEFS} | ENVIRONMENT | env
+    ours["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"), str(ROOT)]))
     with open(log, "wb") as sink:
         child = subprocess.Popen([sys.executable, *command], stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                 env=os.environ | ENVIRONMENT | env | {"PYTHONPATH": paths}, start_new_session=True)
+                                 env=ours, start_new_session=True)
         try:
             return child.wait(limit_s)
         except subprocess.TimeoutExpired:

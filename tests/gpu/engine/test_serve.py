@@ -18,7 +18,7 @@ LATE = re.compile(r"(Triton|TileLang|CuTeDSL)[\w ]* (?:compilation|autotuning)[\
 def test_start_and_late_compiles(runs, tmp_path, drafts):
     """Warm caches, alone on the machine; then requests of many sizes, one by one and at once."""
     runs.finish()
-    options = {**OPTIONS, "disable_log_stats": None, "enable_prompt_tokens_details": True, "jit_monitor_verbose": True,
+    options = {**OPTIONS, "skip_tokenizer_init": None, "disable_log_stats": None, "enable_prompt_tokens_details": True, "jit_monitor_verbose": True,
                "engram_config": None, "enforce_eager": None, **drafts}
     env = {**ENVIRONMENT, **believing("sm80"), "TRITON_CACHE_DIR": str(runs.folder / "triton-sm80"), "CUDA_VISIBLE_DEVICES": "0",
            "TRITON_INTERPRET": "0"}
