@@ -21,7 +21,8 @@ HEADS, INDEX_HEADS, TOPK, BLOCKS, BLOCK_SIZE, PAGE = 8, 32, 512, 2048, 8, 64
 def layer(ratio: int, source: bool, write: bool | None):
     """What the warm-up reads of an attention layer; one without an indexer if `write` is None."""
     selection = types.SimpleNamespace(
-        candidate_blocks=torch.empty(1, BLOCKS, dtype=torch.int32), candidate_block_size=BLOCK_SIZE, candidate_write=write
+        candidate_blocks=torch.empty(1, BLOCKS, dtype=torch.int32), candidate_block_size=BLOCK_SIZE,
+        candidate_write=write,
     )
     indexer = types.SimpleNamespace(
         n_head=INDEX_HEADS, owns_k=source, compress_ratio=ratio, indexer_op=selection,

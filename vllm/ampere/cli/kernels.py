@@ -119,7 +119,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError as error:
-        raise AmpereError(f"cannot read {path}: {error.strerror or error}", "name a document with the markers") from error
+        why = error.strerror or error
+        raise AmpereError(f"cannot read {path}: {why}", "name a document with the markers") from error
 
 
 def _summary(op: "Op") -> dict:

@@ -26,7 +26,8 @@ def compilers() -> str:
 
 def identity(launch: Launch) -> dict:
     """The columns of a launch that no compiler decides."""
-    pointers = (t.removesuffix(":16").removeprefix("*") for t in launch.signature.values() if t.startswith("*"))
+    types = (launch.signature.get(name, "") for name in launch.kernel.arg_names)
+    pointers = (t.removesuffix(":16").removeprefix("*") for t in types if t.startswith("*"))
     constants = [f"{name}={value}" for name, value in launch.constexprs.items()]
     return {
         "kernel": launch.kernel.__name__.strip("_").removesuffix("_kernel"),

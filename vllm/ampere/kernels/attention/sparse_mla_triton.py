@@ -26,11 +26,11 @@ _NUM_WARPS = 8
 _NUM_STAGES = 2
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 
+_RUN_TIME = ["stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits"]
+_LISTS = ["window_slots_ptr", "window_lens_ptr", "compressed_slots_ptr", "compressed_lens_ptr"]
 
-@triton.jit(
-    do_not_specialize=["stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits"],
-    do_not_specialize_on_alignment=["window_slots_ptr", "window_lens_ptr", "compressed_slots_ptr", "compressed_lens_ptr"],
-)
+
+@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_LISTS)
 def _sparse_mla_decode_kernel(
     q_ptr,
     sink_ptr,
@@ -252,11 +252,8 @@ _POINTERS = {
     "q_ptr": "*bf16:16",
     "sink_ptr": "*fp32:16",
     "window_ptr": "*u8:16",
-    "window_slots_ptr": "*i32",
-    "window_lens_ptr": "*i32",
     "compressed_ptr": "*u8:16",
-    "compressed_slots_ptr": "*i32",
-    "compressed_lens_ptr": "*i32",
+    **dict.fromkeys(_LISTS, "*i32"),
     "lse_ptr": "*fp32:16",
     "scale": "fp32",
 }
@@ -264,10 +261,6 @@ _STRIDES = (
     *("q_tok", "q_head", "window_page", "compressed_page"),
     *("out_split", "out_tok", "out_head"),
 )
-_SIZES = {
-    name: "i32"
-    for name in ("stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits")
-}
 # 16 and 32 heads differ from these by their masks only.
 COMPILES = tuple(
     Launch(
@@ -278,7 +271,7 @@ COMPILES = tuple(
             **{f"stride_{name}": "i32:16" for name in _STRIDES},
             "window_rows": "i32:16",
             "compressed_rows": "i32:16",
-            **_SIZES,
+            **dict.fromkeys(_RUN_TIME, "i32"),
         },
         {"HEADS": heads, "COMPRESSED": compressed, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _BLOCK_N},
         num_warps=_NUM_WARPS,
