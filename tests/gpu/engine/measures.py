@@ -25,6 +25,13 @@ def top1(got: torch.Tensor, want: torch.Tensor) -> float:
     return (got.argmax(-1) == want.argmax(-1)).float().mean().item()
 
 
+def decided(got: torch.Tensor, want: torch.Tensor, gap: float = 0.3) -> float:
+    """`top1` of the tokens whose best in `want` is ahead of its second by more than `gap`; most are, in a real model."""
+    best = want.topk(2, -1).values
+    clear = best[:, 0] - best[:, 1] > gap
+    return top1(got[clear], want[clear])
+
+
 def common(tokens: list[int], others: list[int]) -> int:
     """How many tokens agree before the first that does not."""
     return next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), min(len(tokens), len(others)))

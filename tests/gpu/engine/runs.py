@@ -64,6 +64,7 @@ def alone(*lengths: int, tokens: int = 24) -> list[dict]:
 
 # Every prompt token's log-probabilities: such a request takes neither the prefix cache nor the replay.
 PROMPT = [{"name": "prompt", "prompts": [prompt(3000, 9)], "max_tokens": 1, "prompt_logprobs": True}]
+AGAIN = [PROMPT[0] | {"name": name} for name in ("prompt-again", "prompt-once-more")]
 # 32 at once, so that prefill chunks run beside decodes, and decode batches shrink from 32 to 1.
 MIXED = [{"name": "mixed", "prompts": [prompt(5 + 47 * i, 2) for i in range(32)], "max_tokens": 8 + 2, "logprobs": 20}]
 # The same prompt again, and one that shares its first 2,900 tokens.
@@ -111,10 +112,10 @@ CHECKPOINTS = {
 }
 EAGER = {"enforce_eager": True}
 NO_REPLAY = {"swa_bounded_replay": False, "enable_prefix_caching": False}
-SMALL = {"kv_cache_memory_bytes": 96 << 20, "max_model_len": 2_048}  # every page is compared after every insert
+SMALL = {"kv_cache_memory_bytes": 160 << 20, "max_model_len": 2_048}  # every page is compared after every insert
 SYNCHRONOUS = {"async_scheduling": False}  # the caches are read between steps
 SEEING = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TORCH_SDPA"}
-FULL_SET = PROMPT + alone(*LENGTHS, LONG) + WARM + MIXED
+FULL_SET = PROMPT + AGAIN + alone(*LENGTHS, LONG) + WARM + MIXED
 RUNS = {
     "native": Run("native", "pinned", FULL_SET),
     "sm80": Run("sm80", "pinned", FULL_SET),
@@ -143,7 +144,7 @@ class Runner:
         at_once: engines on the card at a time.
     """
 
-    def __init__(self, folder: Path, at_once: int = 7):
+    def __init__(self, folder: Path, at_once: int = 8):
         self.folder, self._pool, self._results = folder, ThreadPoolExecutor(at_once), {}
 
     def start(self, names) -> None:

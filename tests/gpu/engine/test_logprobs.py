@@ -2,9 +2,8 @@
 """The engine with our kernels on the card, against the reference decoder and against upstream's own path."""
 
 import pytest
-import torch
 
-from .measures import common, per_token, relative_norm, rms, top1
+from .measures import common, decided, per_token, relative_norm, rms, top1
 from .runs import FULL_SET, LENGTHS, LONG, PROMPT, prompt
 
 pytestmark = pytest.mark.gpu
@@ -32,11 +31,11 @@ def test_prompt_against_the_reference(runs, name):
     """2,999 positions, in chunks of prefill, without cache and replay."""
     got, want = prompt_rows(runs, name), runs.whole("pinned", GIVEN)
     runs.figures[f"{name}, prompt of {len(GIVEN)}: against the reference"] = (
-        f"rms {rms(got, want):.4f}, relative norm {relative_norm(got, want):.4f}, same best token {top1(got, want):.4f}, "
+        f"rms {rms(got, want):.4f}, relative norm {relative_norm(got, want):.4f}, same best token {top1(got, want):.4f}, decided ones {decided(got, want):.4f}, "
         f"rms of a token: median {per_token(got, want).median():.4f}, worst {per_token(got, want).max():.3f}")
     assert per_token(got, want).median() < 0.06
     assert relative_norm(got, want) < 0.1
-    assert top1(got, want) > 0.95
+    assert decided(got, want) > 0.998
 
 
 @reads("native", "sm80")
@@ -45,10 +44,12 @@ def test_prompt_against_upstream(runs):
     ours, native, want = prompt_rows(runs, "sm80"), prompt_rows(runs, "native"), runs.whole("pinned", GIVEN)
     runs.figures[f"native, prompt of {len(GIVEN)}: against the reference"] = f"rms {rms(native, want):.4f}"
     runs.figures[f"sm80, prompt of {len(GIVEN)}: against native"] = (
-        f"rms {rms(ours, native):.4f}, relative norm {relative_norm(ours, native):.4f}, same best token {top1(ours, native):.4f}")
+        f"rms {rms(ours, native):.4f}, relative norm {relative_norm(ours, native):.4f}, same best token {top1(ours, native):.4f}, "
+        f"decided ones {decided(ours, native):.4f}")
     assert rms(ours, want) < 1.25 * rms(native, want)
     assert rms(ours, native) < 1.5 * rms(native, want)
-    assert top1(ours, native) > 0.95
+    assert top1(ours, want) > top1(native, want) - 0.01
+    assert decided(ours, native) > 0.998
 
 
 @reads("native-free", "sm80-free")
@@ -98,10 +99,21 @@ def test_prefix_cache_and_replay_are_used(runs):
     assert sum(event["rows"] - event["kept"] for event in trims) > 0
 
 
-@reads("sm80", "sm80-eager")
-def test_graphs_change_nothing_in_prefill(runs):
-    """Chunks of 2,048 rows run outside graphs in both."""
-    assert torch.equal(prompt_rows(runs, "sm80"), prompt_rows(runs, "sm80-eager"))
+@reads("sm80", "sm80-eager", "native")
+def test_the_same_prompt_again(runs):
+    """Asked three times, and with and without graphs (chunks of 2,048 rows run outside them): differences and where they begin.
+
+    Equal bits are not claimed: streams run side by side, and the library's products may sum in another order then.
+    """
+    first = prompt_rows(runs, "sm80-eager")
+    for name in ("sm80", "sm80-eager", "native"):
+        for step in ("prompt", "prompt-again", "prompt-once-more"):
+            rows = runs.answers(name, step)[0]["prompt_logprobs"]
+            other = prompt_rows(runs, name) if name == "native" else first
+            different = (rows != other).any(-1)
+            begin = int(different.int().argmax()) if different.any() else "none"
+            runs.figures[f"{name}, {step}"] = f"{int(different.sum())} tokens differ, from {begin}, rms {rms(rows, other):.5f}"
+            assert rms(rows, other) < 0.03
 
 
 @reads("sm80-no-replay")

@@ -41,7 +41,7 @@ def install() -> None:
     """In a process on the emulated platform: the tripwires, and TileLang's target. Does nothing elsewhere, or twice."""
     from vllm.platforms import current_platform
 
-    if not getattr(current_platform, "is_emulated", False):
+    if not (envs.assumed_architecture() and current_platform.is_cuda()):
         return
     from . import tilelang_target, tripwires
 

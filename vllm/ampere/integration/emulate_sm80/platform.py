@@ -26,8 +26,6 @@ torch.cuda.get_device_capability = _told_to_vllm
 class EmulatedPlatform(CudaPlatform):
     """The card at hand with the compute capability that `VLLM_AMPERE_ASSUME` names."""
 
-    is_emulated = True
-
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
         return DeviceCapability(*CAPABILITY)
