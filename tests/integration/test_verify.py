@@ -53,7 +53,7 @@ def test_the_engine_calls_no_op_beyond_the_list():
         if line.startswith("from ..kernels.") and "registry" not in line
         for name in line.partition(" import ")[2].split(",")
     }
-    assert imported == set(verify.ENGINE_OPS)
+    assert imported & all_ops().keys() == set(verify.ENGINE_OPS)
 
 
 @pytest.mark.parametrize("load_format, refused", [("auto", True), ("safetensors", True), ("dummy", False)])
