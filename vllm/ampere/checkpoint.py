@@ -18,6 +18,8 @@ from .errors import CheckpointError
 from .model_spec import ModelSpec
 from .tensor_table import DTYPE_BYTES, TensorSpec, expected_tensors
 
+# What `inspect` reads, in this order; it stops at the first fault.
+PARTS = ("config", "shards", "headers", "tensors", "tokenizer")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # The safetensors format refuses longer headers.
@@ -70,20 +72,27 @@ def inspect(path: str | os.PathLike) -> CheckpointReport:
     Raises:
         CheckpointError: one line that names the folder and the first thing wrong: no such folder, another
             model, contradicting numbers, a missing, truncated or garbled shard, a tensor that is missing, of
-            the wrong dtype or shape or out of place, a missing tokenizer or one of another class count.
+            the wrong dtype or shape or out of place, a missing tokenizer or one of another class count. Its
+            `part` says which of `PARTS` that was.
     """
     folder = Path(path)
+    part = "config"
     try:
         config = _config(folder)
         spec = ModelSpec.from_config(config)
-        tensors = _tensors(folder)
+        part = "shards"
+        index, files = _shards(folder)
+        part = "headers"
+        tensors = _tensors(folder, index, files)
+        part = "tensors"
         _compare(tensors, config)
+        part = "tokenizer"
         checked = _check_tokenizer(folder, spec)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}", error.hint) from None
+        raise CheckpointError(f"{folder}: {error}", error.hint, part) from None
     except OSError as error:
         message = f"{folder}: cannot read {error.filename}: {error.strerror}"
-        raise CheckpointError(message, "check its permissions") from None
+        raise CheckpointError(message, "check its permissions", part) from None
     return CheckpointReport(folder, spec, tensors, sum(t.spec.nbytes for t in tensors.values()), checked)
 
 
@@ -114,8 +123,8 @@ def _json_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of every shard that the index names, or of the only shard where there is no index."""
+def _shards(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """The index, tensor to shard, and the shards that it names; or no index and the only shard."""
     index: dict[str, str] = {}
     files = [SINGLE]
     if (folder / INDEX).is_file():
@@ -129,6 +138,11 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         _fail(f"shard {missing[0]}{more} of {len(files)} is missing", "download the missing shards")
+    return index, files
+
+
+def _tensors(folder: Path, index: dict[str, str], files: list[str]) -> dict[str, StoredTensor]:
+    """Every tensor of the shards."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _header(folder / file):

@@ -44,4 +44,12 @@ class PatchError(AmpereError):
 
 
 class CheckpointError(AmpereError):
-    """The checkpoint is not a DeepSeek-V4.1 that can be loaded."""
+    """The checkpoint is not a DeepSeek-V4.1 that can be loaded.
+
+    Args:
+        part: the part that is wrong, one of `checkpoint.PARTS`; empty where another than `inspect` raises.
+    """
+
+    def __init__(self, message: str, hint: str = "", part: str = ""):
+        super().__init__(message, hint)
+        self.part = part

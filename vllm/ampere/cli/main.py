@@ -11,10 +11,10 @@ from typing import Iterator, NoReturn
 
 from .. import __version__, envs
 from ..errors import AmpereError, UsageError
-from . import env, kernels, patches, plan
+from . import doctor, env, kernels, patches, plan
 from .console import Console
 
-COMMANDS = (plan, patches, kernels, env)
+COMMANDS = (doctor, plan, patches, kernels, env)
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141

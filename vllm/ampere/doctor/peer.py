@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Area 6, two nodes: this one beside the report of another, `vllm-ampere doctor --format json` of there."""
+
+import hashlib
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from ..checkpoint import CheckpointReport
+from ..errors import AmpereError, UsageError
+from .case import Case
+from .findings import Finding, Outcome, Unknown, fail, ok, warn
+
+SCHEMA = 1
+_PACKAGES = ("vllm", "vllm-ampere", "torch", "triton", "tilelang", "transformers", "nvidia-nccl-cu13")
+# Read by every rank; a difference makes one wait for another.
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "VLLM_AMPERE_", "VLLM_PP_")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What nodes of one server must agree on; None is not known.
+
+    Attributes:
+        packages: version of each package that is installed.
+        driver: version of the NVIDIA driver.
+        cards: how many visible cards there are of each name and size.
+        patches: hash of every file that the series touches.
+        checkpoint: hash of configuration, tokenizer and where each tensor lies; no weight is read.
+        variables: of NCCL, gloo and this project.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    packages: dict[str, str]
+    driver: str | None
+    cards: dict[str, int] | None
+    patches: str | None
+    checkpoint: str | None
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `--format json` prints.
+
+    Attributes:
+        schema: 1.
+        facts: for `--peer` on another node.
+        findings: one for each check.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    schema: int
+    facts: Facts
+    findings: list[Finding]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def facts(case: Case) -> Facts:
+    """This node's."""
+    system = case.system
+    return Facts(
+        packages={name: version for name in _PACKAGES if (version := system.version(name))},
+        driver=_known(lambda: system.driver.version),
+        cards=_known(lambda: Counter(f"{card.name} {card.memory_bytes / 2**30:.1f} GiB" for card in case.cards)),
+        patches=_known(lambda: _patches(case)),
+        checkpoint=_known(lambda: _checkpoint(case)),
+        variables={name: value for name, value in sorted(system.environ.items()) if name.startswith(_PREFIXES)},
+    )
+
+
+def load(path: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        UsageError: no such file, or not a report.
+        AmpereError: pydantic is missing.
+    """
+    hint = "write it on the other node: vllm-ampere doctor --format json > other.json"
+    try:
+        from pydantic import TypeAdapter, ValidationError
+    except ImportError as error:
+        raise AmpereError("--peer needs the package pydantic, which is not installed", "install vLLM or pydantic") from error
+    try:
+        report = TypeAdapter(Report).validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint) from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise UsageError(": ".join([str(path), *map(str, fault["loc"]), fault["msg"]]), hint) from error
+    if report.schema != SCHEMA:
+        raise UsageError(f"{path} has schema {report.schema}, must have {SCHEMA}", "use the same version on both nodes")
+    return report
+
+
+def _known(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except (Unknown, AmpereError):
+        return None
+
+
+def _patches(case: Case) -> str:
+    if case.system.tree is None:
+        raise Unknown("no tree")
+    digest = hashlib.sha256()
+    for file in case.survey:
+        digest.update(file.change.path.encode() + b"\0" + hashlib.sha256(file.content or b"").digest())
+    return digest.hexdigest()
+
+
+def _checkpoint(case: Case) -> str:
+    if case.model is None or not isinstance(case.checkpoint, CheckpointReport):
+        raise Unknown("no checkpoint")
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json"):
+        digest.update(hashlib.sha256((case.model / name).read_bytes()).digest())
+    for name, tensor in sorted(case.checkpoint.tensors.items()):
+        where = (name, tensor.spec.dtype, tensor.spec.shape, tensor.file, tensor.offset_bytes)
+        digest.update(repr(where).encode())
+    return digest.hexdigest()
+
+
+def _compare(name: str, verdict: Callable[[str], Outcome], same: str, other: str) -> Callable[[Case], Outcome | None]:
+    """The check that one fact is the same on both nodes."""
+
+    def check(case: Case) -> Outcome | None:
+        if case.peer is None:
+            return None
+        here, there = getattr(facts(case), name), getattr(case.peer.facts, name)
+        for where, value in (("this node", here), ("the other node", there)):
+            if value is None:
+                raise Unknown(f"{where} does not say")
+        if here == there:
+            return ok(same)
+        return verdict(_difference(here, there) if isinstance(here, Mapping) else other.format(here=here, there=there))
+
+    return check
+
+
+def _difference(here: Mapping[str, object], there: Mapping[str, object]) -> str:
+    return ", ".join(
+        f"{name}: {here.get(name, 'none')} here, {there.get(name, 'none')} there"
+        for name in sorted({*here, *there}) if here.get(name) != there.get(name)
+    )
+
+
+CHECKS = {
+    "AMP611": _compare("packages", fail, "the same versions", ""),
+    "AMP612": _compare("driver", warn, "the same driver", "driver {here} here, {there} there"),
+    "AMP613": _compare("cards", fail, "the same cards", ""),
+    "AMP614": _compare("patches", fail, "the same patched files", "the patched files differ"),
+    "AMP615": _compare("checkpoint", fail, "the same checkpoint", "the checkpoints differ"),
+    "AMP616": _compare("variables", warn, "the same variables", ""),
+}
