@@ -5,14 +5,14 @@ from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from .console import Console
 
 if TYPE_CHECKING:
     from ..doctor.catalogue import Code
-    from ..doctor.findings import Finding
+    from ..doctor.peer import Report
 
 
 def register(commands) -> None:
@@ -29,7 +29,7 @@ def register(commands) -> None:
 
 
 def _run(arguments: Namespace, console: Console) -> int:
-    from ..doctor import catalogue, logs
+    from ..doctor import catalogue, logs, peer
 
     instead = "--log" if arguments.log else "--explain" if arguments.explain else ""
     asked = [f"--{name}" for name in ("preset", "model", "peer") if getattr(arguments, name)]
@@ -38,8 +38,7 @@ def _run(arguments: Namespace, console: Console) -> int:
     if arguments.explain:
         return _explain(catalogue.explain(arguments.explain), console)
     if arguments.log:
-        findings = logs.read_log(Path(arguments.log))
-        return _show(findings, {"findings": [asdict(finding) for finding in findings]}, console)
+        return _show(peer.Report(peer.SCHEMA, None, logs.read_log(Path(arguments.log))), console)
     return _machine(arguments, console)
 
 
@@ -52,8 +51,7 @@ def _machine(arguments: Namespace, console: Console) -> int:
     other = peer.load(Path(arguments.peer)) if arguments.peer else None
     model = Path(arguments.model) if arguments.model else None
     case = Case.of(System(), arguments.preset, model, other)
-    report = peer.Report(peer.SCHEMA, peer.facts(case), examine(case))
-    return _show(report.findings, report.document(), console)
+    return _show(peer.Report(peer.SCHEMA, peer.facts(case), examine(case)), console)
 
 
 def _explain(code: "Code", console: Console) -> int:
@@ -66,12 +64,13 @@ def _explain(code: "Code", console: Console) -> int:
     return 0
 
 
-def _show(findings: "list[Finding]", document: dict[str, Any], console: Console) -> int:
-    """Print them, one line each; returns the exit status."""
+def _show(report: "Report", console: Console) -> int:
+    """Print its findings, one line each; returns the exit status."""
     from ..doctor.findings import Status
 
+    findings = report.findings
     if console.format == "json":
-        console.document(document)
+        console.document(asdict(report))
     else:
         for finding in findings:
             fix = f" Fix: {finding.fix}" if finding.fix else ""

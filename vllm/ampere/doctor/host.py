@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Area 1: memory, limits and caches of the machine."""
 
-import os
 import re
 from pathlib import Path
 
@@ -120,7 +119,7 @@ def _cache_room(case: Case) -> Outcome:
 def _cache_rights(case: Case) -> Outcome:
     for folder in _cache_folders(case):
         above = _existing(case, folder)
-        if not os.access(case.system.at(above), os.W_OK | os.X_OK):
+        if not case.system.writable(above):
             return fail(f"{above} cannot be written, so {folder} cannot either")
         if "noexec" in case.system.mount_of(above).options:
             return fail(f"{folder} is on a filesystem mounted noexec, so compiled kernels do not load from it")

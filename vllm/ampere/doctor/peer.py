@@ -3,7 +3,7 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
@@ -47,32 +47,20 @@ class Report:
 
     Attributes:
         schema: 1.
-        facts: for `--peer` on another node.
+        facts: for `--peer` on another node; None where a log was read.
         findings: one for each check.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     schema: int
-    facts: Facts
+    facts: Facts | None
     findings: list[Finding]
-
-    def document(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 def facts(case: Case) -> Facts:
     """This node's."""
-    system = case.system
-    return Facts(
-        packages={name: version for name in _PACKAGES if (version := system.version(name))},
-        driver=_known(lambda: system.driver.version),
-        cards=_known(lambda: Counter(f"{card.name} {card.memory_bytes / 2**30:.1f} GiB" for card in case.cards)),
-        patches=_known(lambda: _patches(case)),
-        checkpoint=_known(lambda: _checkpoint(case)),
-        variables={name: value for name, value in sorted(system.environ.items()) if name.startswith(_PREFIXES)},
-    )
+    return Facts(**{name: _known(ask, case) for name, ask in _ASK.items()})
 
 
 def load(path: Path) -> Report:
@@ -96,19 +84,29 @@ def load(path: Path) -> Report:
         raise UsageError(": ".join([str(path), *map(str, fault["loc"]), fault["msg"]]), hint) from error
     if report.schema != SCHEMA:
         raise UsageError(f"{path} has schema {report.schema}, must have {SCHEMA}", "use the same version on both nodes")
+    if report.facts is None:
+        raise UsageError(f"{path} is the report of a log, not of a machine", hint)
     return report
 
 
-def _known(ask: Callable[[], Any]) -> Any:
+def _known(ask: Callable[[Case], Any], case: Case) -> Any:
     try:
-        return ask()
+        return ask(case)
     except (Unknown, AmpereError):
         return None
 
 
+def _packages(case: Case) -> dict[str, str]:
+    return {name: version for name in _PACKAGES if (version := case.system.version(name))}
+
+
+def _cards(case: Case) -> dict[str, int]:
+    return dict(Counter(f"{card.name} {card.memory_bytes / 2**30:.1f} GiB" for card in case.cards))
+
+
 def _patches(case: Case) -> str:
     if case.system.tree is None:
-        raise Unknown("no tree")
+        raise Unknown("no vLLM is installed here")
     digest = hashlib.sha256()
     for file in case.survey:
         digest.update(file.change.path.encode() + b"\0" + hashlib.sha256(file.content or b"").digest())
@@ -116,8 +114,10 @@ def _patches(case: Case) -> str:
 
 
 def _checkpoint(case: Case) -> str:
-    if case.model is None or not isinstance(case.checkpoint, CheckpointReport):
-        raise Unknown("no checkpoint")
+    if case.model is None:
+        raise Unknown("no --model is given here")
+    if not isinstance(case.checkpoint, CheckpointReport):
+        raise Unknown(str(case.checkpoint))
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         digest.update(hashlib.sha256((case.model / name).read_bytes()).digest())
@@ -127,19 +127,32 @@ def _checkpoint(case: Case) -> str:
     return digest.hexdigest()
 
 
-def _compare(name: str, verdict: Callable[[str], Outcome], same: str, other: str) -> Callable[[Case], Outcome | None]:
-    """The check that one fact is the same on both nodes."""
+def _variables(case: Case) -> dict[str, str]:
+    return {name: value for name, value in sorted(case.system.environ.items()) if name.startswith(_PREFIXES)}
+
+
+_ASK: dict[str, Callable[[Case], Any]] = {
+    "packages": _packages,
+    "driver": lambda case: case.system.driver.version,
+    "cards": _cards,
+    "patches": _patches,
+    "checkpoint": _checkpoint,
+    "variables": _variables,
+}
+
+
+def _compare(name: str, verdict: Callable[[str], Outcome], same: str, other: str = "") -> Callable[[Case], Outcome | None]:
+    """The check that one fact is the same on both nodes; `other` says a difference that is not key by key."""
 
     def check(case: Case) -> Outcome | None:
         if case.peer is None:
             return None
-        here, there = getattr(facts(case), name), getattr(case.peer.facts, name)
-        for where, value in (("this node", here), ("the other node", there)):
-            if value is None:
-                raise Unknown(f"{where} does not say")
+        here, there = _ASK[name](case), getattr(case.peer.facts, name)
+        if there is None:
+            raise Unknown("the other node's report does not say")
         if here == there:
             return ok(same)
-        return verdict(_difference(here, there) if isinstance(here, Mapping) else other.format(here=here, there=there))
+        return verdict(other.format(here=here, there=there) if other else _difference(here, there))
 
     return check
 
@@ -152,10 +165,10 @@ def _difference(here: Mapping[str, object], there: Mapping[str, object]) -> str:
 
 
 CHECKS = {
-    "AMP611": _compare("packages", fail, "the same versions", ""),
+    "AMP611": _compare("packages", fail, "the same versions"),
     "AMP612": _compare("driver", warn, "the same driver", "driver {here} here, {there} there"),
-    "AMP613": _compare("cards", fail, "the same cards", ""),
+    "AMP613": _compare("cards", fail, "the same cards"),
     "AMP614": _compare("patches", fail, "the same patched files", "the patched files differ"),
     "AMP615": _compare("checkpoint", fail, "the same checkpoint", "the checkpoints differ"),
-    "AMP616": _compare("variables", warn, "the same variables", ""),
+    "AMP616": _compare("variables", warn, "the same variables"),
 }

@@ -49,14 +49,15 @@ def run_checks(
 
 def examine(case: Case) -> list[Finding]:
     """The same for a case."""
-    found = (_run(code, check, case) for code, check in CHECKS.items())
+    found = (run_check(code, case) for code in CHECKS)
     return [finding for finding in found if finding]
 
 
-def _run(code, check, case: Case) -> Finding | None:
+def run_check(code: str, case: Case) -> Finding | None:
+    """One of them."""
     entry = codes()[code]
     try:
-        outcome = check(case)
+        outcome = CHECKS[code](case)
     except Unknown as reason:
         return Finding(code, entry.title, Status.UNKNOWN, _line(reason))
     except Exception as error:
@@ -68,4 +69,5 @@ def _run(code, check, case: Case) -> Finding | None:
 
 
 def _line(text: object) -> str:
-    return " ".join(str(text).split())
+    # Paths and variables may hold bytes that are no text.
+    return " ".join(str(text).encode(errors="replace").decode().split())

@@ -76,7 +76,7 @@ def _driver(case: Case) -> Outcome:
         driver = case.system.driver
         seen, enough = f"driver {driver.version} serves CUDA {'.'.join(map(str, driver.cuda))}", driver.cuda[0] >= major
     except Unknown:
-        version = re.search(r"Kernel Module\D*?\s(\d+)[\d.]*", case.system.read("/proc/driver/nvidia/version"))
+        version = re.search(r"Kernel Module.*?\s(\d+)\.\d", case.system.read("/proc/driver/nvidia/version"))
         if not version or major not in _DRIVERS:
             raise
         seen, enough = f"driver {version[1]}", int(version[1]) >= _DRIVERS[major]

@@ -89,6 +89,10 @@ class System:
             raise Unknown(f"cannot look at {folder}: {error.strerror}") from None
         return Space(found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
 
+    def writable(self, folder: str | Path) -> bool:
+        """This user may make files in a folder."""
+        return os.access(self.at(folder), os.W_OK | os.X_OK)
+
     @cached_property
     def mounts(self) -> list[Mount]:
         """Mounted filesystems; a later one hides an earlier one of the same folder."""
