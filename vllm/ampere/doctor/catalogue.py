@@ -24,8 +24,8 @@ class Code:
         why: what happens to a server otherwise.
         fix: what to do.
         source: public reports of docs/en/reports.md or write-ups where it was seen.
-        patterns: regular expressions of the lines that show it in a log; of area 7 only.
-        during: the patterns count between a line that shows the first of these and one that shows the second.
+        patterns: what a line of a log holds that shows it, "..." standing for anything; of area 7 only.
+        after, until: lines count from one that holds any of `after` to one that holds `until`; empty counts all.
         advice: the log shows what will hurt, not what stopped the server.
     """
 
@@ -35,7 +35,8 @@ class Code:
     fix: str
     source: str
     patterns: tuple[str, ...] = ()
-    during: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    until: str = ""
     advice: bool = False
 
     @property

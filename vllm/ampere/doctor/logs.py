@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Iterable, Iterator
 
@@ -12,9 +13,11 @@ from .findings import Finding, Status
 
 # Of a longer line the rest is read as another line.
 _LINE_BYTES = 1 << 16
+# Looked through at once; most hold nothing.
+_BATCH = 512
 _SHOWN = 160
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b\w*(Error|Exception)\b: ")
+_ERROR = ("ERROR", "CRITICAL", "FATAL", "Error: ", "Exception: ")
 _UNNAMED = "AMP700"
 
 
@@ -25,6 +28,30 @@ class _Seen:
     number: int
     text: str
     count: int = 1
+
+
+class _Watch:
+    """One code, along a log."""
+
+    def __init__(self, code: Code):
+        self.code = code.code
+        self._patterns = [pattern.split("...") for pattern in code.patterns]
+        self._after, self._until = code.after, code.until
+        self._counting = not code.after
+        longest = [max(parts, key=len) for parts in self._patterns]
+        self._words = [*longest, *self._after, *filter(None, [self._until])]
+
+    def may_be_in(self, text: str) -> bool:
+        """Quick, and never wrong where it says no."""
+        return any(words in text for words in self._words)
+
+    def is_shown_by(self, line: str) -> bool:
+        if self._after:
+            if any(words in line for words in self._after):
+                self._counting = True
+            elif self._until in line:
+                self._counting = False
+        return self._counting and any(_holds(line, parts) for parts in self._patterns)
 
 
 def read_log(path: Path) -> list[Finding]:
@@ -49,31 +76,28 @@ def read_log(path: Path) -> list[Finding]:
 
 def scan(lines: Iterable[str]) -> list[Finding]:
     """The same for lines of text."""
-    patterns = [(code, re.compile("|".join(f"(?:{each})" for each in code.patterns))) for code in codes().values()
-                if code.patterns]
-    phases = {code.code: tuple(map(re.compile, code.during)) for code, _ in patterns if code.during}
-    ended = set(phases)
+    watches = [_Watch(code) for code in codes().values() if code.patterns]
     seen: dict[str, _Seen] = {}
-    number, last_error = 0, None
-    for number, line in enumerate(lines, 1):
-        for phase, (start, end) in phases.items():
-            if start.search(line):
-                ended.discard(phase)
-            elif end.search(line):
-                ended.add(phase)
-        code = next((code for code, pattern in patterns if code.code not in ended and pattern.search(line)), None)
-        if code is None:
-            last_error = _Seen(number, line) if _ERROR.search(line) else last_error
-        elif code.code in seen:
-            seen[code.code].count += 1
-        else:
-            seen[code.code] = _Seen(number, line)
+    last_error, read, lines = None, 0, iter(lines)
+    while batch := list(islice(lines, _BATCH)):
+        text = "".join(batch)
+        near = [watch for watch in watches if watch.may_be_in(text)]
+        if near or _is_error(text):
+            for number, line in enumerate(batch, read + 1):
+                shown = [watch.code for watch in near if watch.is_shown_by(line)]
+                if shown and shown[0] in seen:
+                    seen[shown[0]].count += 1
+                elif shown:
+                    seen[shown[0]] = _Seen(number, line)
+                elif _is_error(line):
+                    last_error = _Seen(number, line)
+        read += len(batch)
     if seen:
         return [_finding(codes()[code], found) for code, found in seen.items()]
     entry = codes()[_UNNAMED]
     if last_error is None:
-        return [Finding(_UNNAMED, entry.title, Status.OK, f"no failure in {number} lines")]
-    text = f"no known failure in {number} lines; the last error is line {last_error.number}: {_shown(last_error.text)}"
+        return [Finding(_UNNAMED, entry.title, Status.OK, f"no failure in {read} lines")]
+    text = f"no known failure in {read} lines; the last error is line {last_error.number}: {_shown(last_error.text)}"
     return [Finding(_UNNAMED, entry.title, Status.UNKNOWN, text, entry.fix)]
 
 
@@ -81,6 +105,21 @@ def _finding(code: Code, found: _Seen) -> Finding:
     times = f" ({found.count} lines)" if found.count > 1 else ""
     status = Status.WARN if code.advice else Status.FAIL
     return Finding(code.code, code.title, status, f"line {found.number}{times}: {_shown(found.text)}", code.fix)
+
+
+def _is_error(text: str) -> bool:
+    return any(words in text for words in _ERROR)
+
+
+def _holds(line: str, parts: list[str]) -> bool:
+    """All parts are in the line, one after another."""
+    place = 0
+    for part in parts:
+        place = line.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
