@@ -3,6 +3,7 @@
 
 import difflib
 import functools
+import operator
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,11 @@ def explain(code: str) -> Code:
     Raises:
         UsageError: there is none; the hint has the nearest.
     """
-    found = codes().get(code.upper())
-    if found is None:
-        near = difflib.get_close_matches(code.upper(), codes(), n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"there is no code {code!r}", f"{hint}`vllm-ampere doctor` prints the codes it looks at")
-    return found
+    typed = code.upper()
+    if found := codes().get(typed):
+        return found
+    near = difflib.get_close_matches(typed, codes(), n=len(codes()))
+    # Of those that are as near as each other, the one with the most characters in their place.
+    best = max(near, key=lambda each: sum(map(operator.eq, each, typed)), default=None)
+    hint = f"did you mean {best}? " if best else ""
+    raise UsageError(f"there is no code {code!r}", f"{hint}`vllm-ampere doctor` prints the codes it looks at")
