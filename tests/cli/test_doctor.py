@@ -2,6 +2,8 @@
 """`vllm-ampere doctor`: exit status, both formats, mistyped words; in the test's process and with nothing installed."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -9,6 +11,7 @@ from vllm.ampere.cli import main as cli
 
 pydantic = pytest.importorskip("pydantic", reason="presets and reports of other nodes need pydantic")
 
+from tests.cli.conftest import CHECKOUT  # noqa: E402
 from tests.doctor.log_lines import GOOD, SHOWING  # noqa: E402
 from tests.doctor.machine import Machine  # noqa: E402
 from vllm.ampere import upstream  # noqa: E402
@@ -16,6 +19,7 @@ from vllm.ampere.doctor import system as system_module  # noqa: E402
 from vllm.ampere.doctor.catalogue import codes  # noqa: E402
 from vllm.ampere.doctor.peer import Report  # noqa: E402
 from vllm.ampere.doctor.run import CHECKS  # noqa: E402
+from vllm.ampere.testing import tiny_checkpoint  # noqa: E402
 
 REPORT = pydantic.TypeAdapter(Report)
 
@@ -27,6 +31,11 @@ def machine(tmp_path, monkeypatch) -> Machine:
     monkeypatch.setattr(upstream, "series_dir", lambda: made.series)
     monkeypatch.setattr(system_module, "System", made.system)
     return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return tiny_checkpoint.write(tmp_path / "model", "sharp", engram_vocab_size=100, engram_n_heads=2)
 
 
 def run(capsys, *words: str):
@@ -173,3 +182,16 @@ def test_logs_and_codes_need_nothing(site, tmp_path):
     log.write_text(SHOWING["AMP707"][0])
     assert "FAIL  AMP707" in site.run("doctor", "--log", str(log)).out
     assert site.run("doctor", "--explain", "AMP707").out.startswith("AMP707: a worker was killed")
+
+
+def test_neither_torch_nor_vllm_is_imported(checkpoint):
+    """The console script with everything installed, a checkpoint and its tokenizer."""
+    code = (
+        "import sys, vllm_ampere\n"
+        "sys.argv = ['vllm-ampere', 'doctor', '--model', sys.argv[1]]\n"
+        "vllm_ampere.main()\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'triton', 'tilelang')"
+        " or name.startswith('vllm.') and not name.startswith('vllm.ampere')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, checkpoint], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine made of captured files: eight A800 of 80 GB in a container that is started as it should be.
+"""A machine made of files: eight A800 of 80 GB in a container that is started as it should be.
 
-The texts below are what the kernel, the driver and the toolkit write there, shortened. A test changes one thing.
+The texts have the form in which the kernel, the driver and the toolkit write them, shortened. A test changes one thing.
 """
 
 import json
