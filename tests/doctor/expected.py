@@ -46,7 +46,7 @@ def remove(*paths: str) -> Change:
 
 def variables(preset: str | None = None, **values: str) -> Change:
     def change(machine):
-        machine.environ.update(values)
+        machine.variables.update(values)
         return {"preset": preset}
 
     return change

@@ -55,7 +55,7 @@ TOOLKIT = {name: {"name": name, "version": "13.0.88"} for name in ("cuda_nvcc", 
 ENTRY_POINTS = "[vllm.general_plugins]\nampere = vllm.ampere.integration.register:register\n"
 
 
-class CapturedSystem(System):
+class PlayedSystem(System):
     """Filesystems have the sizes and rights that are given, whatever disk and user the test runs on."""
 
     spaces: dict[str, Space]
@@ -73,13 +73,13 @@ class Machine:
 
     Attributes:
         site: Python's package folder.
-        environ, cards, cuda, driver, strangers, addresses, own_address, spaces: as `System` has them.
+        variables, cards, cuda, driver, strangers, addresses, own_address, spaces: as `System` has them.
         sealed: folders that cannot be written.
     """
 
     def __init__(self, folder: Path):
         self.root, self.site, self.series = folder / "root", folder / "site", folder / "series"
-        self.environ = {
+        self.variables = {
             "PATH": "/usr/local/cuda/bin:/usr/bin", "HOME": "/caches", "TILELANG_CACHE_DIR": "/caches/tilelang",
         }  # fmt: skip
         self.cards = [replace(CARD, index=i, uuid=f"GPU-{i}a5f", bus=f"0000:{i:02x}:00.0") for i in range(8)]
@@ -128,7 +128,7 @@ class Machine:
 
     def system(self) -> System:
         """What the doctor sees; with no `driver` it asks the machine that the test runs on, which has none."""
-        system = CapturedSystem(self.root, self.environ, [str(path) for path in self.search_path], self.working_folder)
+        system = PlayedSystem(self.root, self.variables, [str(path) for path in self.search_path], self.working_folder)
         system.spaces, system.sealed = self.spaces, self.sealed
         if self.driver:
             system.driver = Driver(self.driver, self.cuda, tuple(self.cards), tuple(self.strangers))

@@ -53,7 +53,7 @@ def old_driver_file(machine):
 
 SOFTWARE = [
     Expected("AMP301", FAIL, "no vLLM is installed", no_vllm),
-    Expected("AMP302", FAIL, "vLLM 0.32.1, the patches are for 0.33.0", package("vllm", "0.32.1")),
+    Expected("AMP302", FAIL, "0.32.1, the patches are for 0.33.0", package("vllm", "0.32.1")),
     Expected("AMP302", OK, "vLLM 0.33.0+cu130", package("vllm", "0.33.0+cu130")),
     Expected("AMP302", UNKNOWN, "no installed distribution", package("vllm", None)),
     Expected("AMP303", WARN, "triton 3.9.0 (for 3.8.0)", package("triton", "3.9.0")),

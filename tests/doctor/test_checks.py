@@ -10,7 +10,7 @@ from tests.doctor.topology_cases import CHECKPOINT, PEER, TOPOLOGY
 from vllm.ampere.doctor import peer
 from vllm.ampere.doctor.catalogue import codes
 from vllm.ampere.doctor.findings import Status
-from vllm.ampere.doctor.run import CHECKS, examine
+from vllm.ampere.doctor.run import CHECKS, examine, run_check
 
 CASES = [*HOST, *GPU, *SOFTWARE, *OVERLAY_CASES, *CHECKPOINT, *TOPOLOGY, *PEER]
 FIRES = (Status.FAIL, Status.WARN)
@@ -52,3 +52,13 @@ def test_every_code_of_the_machine_has_a_case_that_fires_and_one_that_does_not(m
     firing = {case.code for case in CASES if case.status in FIRES}
     wanted = {code for code in codes() if codes()[code].area != "logs"}
     assert firing == quiet == wanted == set(CHECKS)
+
+
+def test_a_tensor_group_over_two_nodes_is_warned_of(machine):
+    """No preset has one; a layout of one's own may."""
+    case = machine.case(preset=ONE_NODE)
+    box = case.preset.inventory.model_copy(update={"nodes": 2, "cards": 4})
+    layout = case.preset.layout.model_copy(update={"tensor": 8, "partition": (40,)})
+    case.preset = case.preset.model_copy(update={"inventory": box, "layout": layout})
+    finding = run_check("AMP602", case)
+    assert finding.status is Status.WARN and "a tensor group spans nodes: 80 reductions x " in finding.seen

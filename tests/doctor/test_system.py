@@ -168,12 +168,12 @@ def test_garbled_files_never_crash(machine, garbled):
     st.text(st.characters(exclude_characters="\0"), max_size=20),
 ))
 def test_any_variable_never_crashes(machine, values):
-    kept = dict(machine.environ)
-    machine.environ.update(values)
+    kept = dict(machine.variables)
+    machine.variables.update(values)
     try:
         found = [finding for code in QUICK if (finding := machine.check(code))]
     finally:
-        machine.environ = kept
+        machine.variables = kept
     assert not [finding for finding in found if "the check failed" in finding.seen]
 
 

@@ -116,7 +116,7 @@ class Case:
         Raises Unknown where there are none.
         """
         cards = self.system.driver.cards
-        named = self.system.environ.get("CUDA_VISIBLE_DEVICES")
+        named = self.system.variables.get("CUDA_VISIBLE_DEVICES")
         if named is not None:
             cards = tuple(card for word in named.split(",") for card in cards if names_card(word.strip(), card))
         if not cards:

@@ -78,7 +78,7 @@ def _huge_pages(case: Case) -> Outcome:
     return warn(f"{seen}; with ordinary pages a table is pinned as a power of two, {_size(rounded)} in all")
 
 
-def _memory_nodes(case: Case) -> Outcome | None:
+def _memory_nodes(case: Case) -> Outcome:
     nodes = [name for name in case.system.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
     if len(nodes) < 2:
         return ok("one memory node")
@@ -88,7 +88,7 @@ def _memory_nodes(case: Case) -> Outcome | None:
     if empty:
         return warn(f"cards are at memory node {empty[0]}, which has no memory")
     least, most = min(sizes.values()), max(sizes.values())
-    seen = f"{len(nodes)} memory nodes of {_size(least)} to {_size(most)}, cards at {', '.join(map(str, sorted(used)))}"
+    seen = f"{len(nodes)} memory nodes of {_size(least)} to {_size(most)}"
     return warn(seen) if least < most / 2 else ok(seen)
 
 
@@ -134,9 +134,9 @@ def _cache_lasts(case: Case) -> Outcome | None:
 
 
 def _cache_folders(case: Case) -> list[str]:
-    environ = case.system.environ
-    home = environ.get("HOME") or str(Path.home())
-    named = (environ.get(name) or default.replace("~", home) for name, default in _CACHES.items())
+    variables = case.system.variables
+    home = variables.get("HOME") or str(Path.home())
+    named = (variables.get(name) or default.replace("~", home) for name, default in _CACHES.items())
     return [str(case.system.working_folder / folder) for folder in named]
 
 

@@ -128,7 +128,7 @@ def _checkpoint(case: Case) -> str:
 
 
 def _variables(case: Case) -> dict[str, str]:
-    return {name: value for name, value in sorted(case.system.environ.items()) if name.startswith(_PREFIXES)}
+    return {name: value for name, value in sorted(case.system.variables.items()) if name.startswith(_PREFIXES)}
 
 
 _ASK: dict[str, Callable[[Case], Any]] = {

@@ -95,7 +95,7 @@ def _toolkit(case: Case) -> Outcome:
 
 def _toolkit_parts(system: System) -> tuple[str, dict[str, str]]:
     """The toolkit that TileLang takes, in its order: CUDA_HOME, nvcc on PATH, the pip packages, /usr/local/cuda."""
-    named = system.environ.get("CUDA_HOME") or system.environ.get("CUDA_PATH")
+    named = system.variables.get("CUDA_HOME") or system.variables.get("CUDA_PATH")
     on_path = _program(system, "nvcc")
     if named or on_path:
         home = named or str(Path(on_path).parent.parent)
@@ -108,7 +108,7 @@ def _toolkit_parts(system: System) -> tuple[str, dict[str, str]]:
         return home or "the pip packages" * bool(found), found if _TOOLKIT[0] in found else {}
     try:
         listed = json.loads(system.read(f"{home}/version.json"))
-        return home, {name: listed[name]["version"] for name in _PARTS if name in listed}
+        return home, {name: listed[name]["version"] for name in _PARTS if _PARTS[0] in listed and name in listed}
     except (Unknown, ValueError, TypeError, KeyError):
         return home, {}
 
@@ -116,25 +116,26 @@ def _toolkit_parts(system: System) -> tuple[str, dict[str, str]]:
 def _compilers(case: Case) -> Outcome:
     system = case.system
     home, _ = _toolkit_parts(system)
-    missing = [] if system.environ.get("CC") or any(_program(system, name) for name in ("gcc", "clang", "cc")) else ["gcc"]
+    compiler = system.variables.get("CC") or any(_program(system, name) for name in ("gcc", "clang", "cc"))
+    missing = [] if compiler else ["gcc"]
     if not home or not home.startswith("the pip") and not system.at(f"{home}/bin/nvcc").exists():
         missing.append("nvcc")
     return fail(f"missing: {', '.join(missing)}") if missing else ok(f"a C compiler, and nvcc of {home}")
 
 
 def _variables(case: Case) -> Outcome:
-    environ = case.system.environ
+    variables = case.system.variables
     found = [
-        f"{name}={environ[name]}" for name, value in _TEST_VARIABLES.items()
-        if environ.get(name) and value in (None, environ[name])
+        f"{name}={variables[name]}" for name, value in _TEST_VARIABLES.items()
+        if variables.get(name) and value in (None, variables[name])
     ]
-    if "*=reference" in environ.get("VLLM_AMPERE_KERNELS", ""):
+    if "*=reference" in variables.get("VLLM_AMPERE_KERNELS", ""):
         found.append("VLLM_AMPERE_KERNELS=*=reference")
     return warn(", ".join(found)) if found else ok("no variable of a test is set")
 
 
 def _program(system: System, name: str) -> str | None:
-    folders = [str(system.at(folder)) for folder in system.environ.get("PATH", "").split(":") if folder]
+    folders = [str(system.at(folder)) for folder in system.variables.get("PATH", "").split(":") if folder]
     found = shutil.which(name, path=":".join(folders))
     return "/" + str(Path(found).relative_to(system.root)) if found else None
 

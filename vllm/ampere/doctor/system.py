@@ -50,7 +50,7 @@ class System:
 
     Args:
         root: below it lie /proc, /sys, /dev and all that is read.
-        environ: environment variables.
+        variables: environment variables.
         search_path: where Python looks for packages.
         working_folder: the current folder.
 
@@ -59,7 +59,7 @@ class System:
     """
 
     root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     search_path: Sequence[str] = field(default_factory=lambda: list(sys.path))
     working_folder: Path = field(default_factory=Path.cwd)
 

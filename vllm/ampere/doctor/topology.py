@@ -59,7 +59,7 @@ def _any_layout(case: Case) -> Outcome | None:
 
 def _interfaces(case: Case) -> Outcome:
     there = case.system.names("/sys/class/net")
-    named = {name: case.system.environ[name] for name in _INTERFACES if case.system.environ.get(name)}
+    named = {name: case.system.variables[name] for name in _INTERFACES if case.system.variables.get(name)}
     for name, value in named.items():
         # NCCL takes a list, prefixes, =exact names and ^exclusions; gloo a list of names.
         if value.startswith("^"):
@@ -74,7 +74,7 @@ def _interfaces(case: Case) -> Outcome:
 
 
 def _own_name(case: Case) -> Outcome:
-    if case.system.environ.get("GLOO_SOCKET_IFNAME"):
+    if case.system.variables.get("GLOO_SOCKET_IFNAME"):
         return ok("GLOO_SOCKET_IFNAME says where gloo listens")
     address = case.system.own_address
     inner = address.startswith("127.") or any(
@@ -90,10 +90,10 @@ def _across(case: Case, seen: str) -> Outcome:
 
 
 def _dangers(case: Case) -> Outcome:
-    environ = case.system.environ
+    variables = case.system.variables
     found = [
-        f"{name}={environ[name]}: {what}" for name, (value, what) in _DANGERS.items()
-        if environ.get(name) and value in (None, environ[name])
+        f"{name}={variables[name]}: {what}" for name, (value, what) in _DANGERS.items()
+        if variables.get(name) and value in (None, variables[name])
     ]
     return warn("; ".join(found)) if found else ok("no setting of NCCL's stands in the way")
 
@@ -105,7 +105,7 @@ def _port(case: Case) -> Outcome | None:
 
 
 def _visible(case: Case) -> Outcome:
-    named = case.system.environ.get("CUDA_VISIBLE_DEVICES")
+    named = case.system.variables.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return ok("CUDA_VISIBLE_DEVICES is not set")
     words = [word.strip() for word in named.split(",")]
@@ -118,7 +118,7 @@ def _visible(case: Case) -> Outcome:
 
 
 def _partition(case: Case) -> Outcome:
-    named = case.system.environ.get("VLLM_PP_LAYER_PARTITION")
+    named = case.system.variables.get("VLLM_PP_LAYER_PARTITION")
     if not named:
         return ok("VLLM_PP_LAYER_PARTITION is not set")
     seen = f"VLLM_PP_LAYER_PARTITION={named}"
