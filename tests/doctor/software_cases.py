@@ -176,6 +176,7 @@ OVERLAY_CASES = [
     Expected("AMP406", OK, "equals this command's overlay", overlay("copy")),
     Expected("AMP407", FAIL, "VLLM_PLUGINS=lora leaves the plugin ampere out", variables(VLLM_PLUGINS="lora")),
     Expected("AMP407", FAIL, "VLLM_PLUGINS= leaves", variables(VLLM_PLUGINS="")),
-    Expected("AMP407", OK, "finds the plugin", variables(VLLM_PLUGINS="lora, ampere")),
+    Expected("AMP407", FAIL, "VLLM_PLUGINS=lora, ampere leaves", variables(VLLM_PLUGINS="lora, ampere")),
+    Expected("AMP407", OK, "finds the plugin", variables(VLLM_PLUGINS="lora,ampere")),
     Expected("AMP407", WARN, "no installed package has the plugin", package("vllm_ampere", "0.1.0")),
 ]

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import types
+from importlib.util import spec_from_file_location
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -44,6 +45,19 @@ def test_packages_are_read_from_metadata_and_the_first_wins(machine, tmp_path):
     machine.search_path = [other, machine.site]
     assert machine.system().version("some-package") == "2.0"
     assert machine.system().version("nothing") is None
+
+
+def test_an_editable_vllm_is_found_by_its_hook(machine, monkeypatch):
+    class Hook:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "vllm":
+                return spec_from_file_location("vllm", machine.site / "vllm/__init__.py")
+
+    monkeypatch.setattr(sys, "meta_path", [Hook])
+    assert System(search_path=[]).tree == machine.site
+    monkeypatch.setattr(sys, "meta_path", [])
+    assert System(search_path=[]).tree is None
 
 
 def test_this_machine():

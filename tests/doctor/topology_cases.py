@@ -130,6 +130,8 @@ TOPOLOGY = [
     Expected("AMP604", FAIL, "NCCL_SOCKET_IFNAME=docker0 is an interface that other nodes do not reach",
              two_nodes(variables(NCCL_SOCKET_IFNAME="docker0"))),
     Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=br-4f5 is", two_nodes(interface("br-4f5"), variables(GLOO_SOCKET_IFNAME="br-4f5"))),
+    Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=eth, and", variables(GLOO_SOCKET_IFNAME="eth")),
+    Expected("AMP604", FAIL, "NCCL_SOCKET_IFNAME==eth, and", variables(NCCL_SOCKET_IFNAME="=eth")),
     Expected("AMP604", OK, "one node does not mind", variables(NCCL_SOCKET_IFNAME="lo")),
     Expected("AMP604", OK, "NCCL_SOCKET_IFNAME=^docker0,lo", two_nodes(variables(NCCL_SOCKET_IFNAME="^docker0,lo"))),
     Expected("AMP604", OK, "NCCL_SOCKET_IFNAME=eth", two_nodes(variables(NCCL_SOCKET_IFNAME="eth"))),

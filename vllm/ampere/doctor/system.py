@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Iterator, Mapping, Sequence
 
+from ..errors import PatchError
+from ..patching import tree
 from . import nvml
 from .findings import Unknown
 
@@ -181,7 +183,14 @@ class System:
     def tree(self) -> Path | None:
         """The folder whose vLLM a server of this Python runs; None if there is none."""
         whole = (folder for folder in self.trees() if (folder / "vllm" / "__init__.py").is_file())
-        return next(whole, None)
+        return next(whole, None) or self.hooked_tree()
+
+    def hooked_tree(self) -> Path | None:
+        """The folder that an import hook of this Python names, as those of editable installations do."""
+        try:
+            return tree.locate(None)
+        except PatchError:
+            return None
 
     @cached_property
     def driver(self) -> nvml.Driver:

@@ -61,11 +61,12 @@ def _interfaces(case: Case) -> Outcome:
     there = case.system.names("/sys/class/net")
     named = {name: case.system.variables[name] for name in _INTERFACES if case.system.variables.get(name)}
     for name, value in named.items():
-        # NCCL takes a list, prefixes, =exact names and ^exclusions; gloo a list of names.
+        # NCCL takes a list of prefixes, of exact names after "=", or of exclusions after "^"; gloo takes exact names.
         if value.startswith("^"):
             continue
-        for word in value.lstrip("=").split(","):
-            found = [interface for interface in there if interface.startswith(word)]
+        exact = value.startswith("=") or name.startswith("GLOO")
+        for word in value.removeprefix("=").split(","):
+            found = [interface for interface in there if interface == word or not exact and interface.startswith(word)]
             if not found:
                 return fail(f"{name}={value}, and the interfaces are {', '.join(there)}")
             if all(map(_INNER.match, found)):
