@@ -52,12 +52,22 @@ def test_a_good_log(tmp_path):
     assert finding.seen == f"no failure in {len(GOOD.splitlines())} lines"
 
 
-def test_an_unknown_error_is_said_to_be_unknown(tmp_path):
-    last = "(Worker pid=1) ERROR 11-29 [x.py:1] ValueError: the moon is full\x1b[0m"
-    (finding,) = read(tmp_path, GOOD + "KeyError: 'x'\n" + last + "\nINFO done\n")
-    assert (finding.code, finding.status) == ("AMP700", Status.UNKNOWN)
-    assert finding.seen.endswith(f"the last error is line {len(GOOD.splitlines()) + 2}: {last.removesuffix(chr(27) + '[0m')}")
-    assert finding.fix
+@pytest.mark.parametrize("lines, shown", [
+    (["(Worker pid=1) ERROR 11-29 [x.py:1] it broke", "(Worker pid=1) ERROR [x.py:2] ValueError: the moon is full\x1b[0m",
+      "KeyError: 'later'"], 1),
+    (["(Worker pid=1) WARNING 11-29 [x.py:1] ValueError: never mind", "CRITICAL it broke", "ERROR: again"], 1),
+])
+def test_an_unknown_error_is_said_to_be_unknown(tmp_path, lines, shown):
+    """The first that names an exception, else the first that says so; no warning is one."""
+    (finding,) = read(tmp_path, GOOD + "\n".join(lines) + "\nINFO done\n")
+    number = len(GOOD.splitlines()) + 1 + shown
+    assert (finding.code, finding.status, finding.fix) == ("AMP700", Status.UNKNOWN, codes()["AMP700"].fix)
+    assert finding.seen.endswith(f"the first error is line {number}: {lines[shown].removesuffix(chr(27) + '[0m')}")
+
+
+def test_warnings_are_no_errors(tmp_path):
+    (finding,) = read(tmp_path, GOOD + "(W pid=1) WARNING 11-29 [x.py:1] Found ulimit, with error ValueError: no\n")
+    assert finding.status is Status.OK
 
 
 def test_first_cause_first_and_counted(tmp_path):

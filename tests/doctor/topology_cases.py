@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 from tests.doctor.expected import (
-    FAIL, OK, ONE_NODE, TWO_NODES, UNKNOWN, WARN, Expected, asking, attributes, both, every, package, remove, variables,
+    FAIL, OK, ONE_NODE, TWO_NODES, UNKNOWN, WARN, Expected, asking, attributes, both, package, remove, variables,
     write,
 )  # fmt: skip
 from tests.doctor.machine import GIB, MOUNTS, TCP
@@ -132,6 +132,7 @@ TOPOLOGY = [
     Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=br-4f5 is", two_nodes(interface("br-4f5"), variables(GLOO_SOCKET_IFNAME="br-4f5"))),
     Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=eth, and", variables(GLOO_SOCKET_IFNAME="eth")),
     Expected("AMP604", FAIL, "NCCL_SOCKET_IFNAME==eth, and", variables(NCCL_SOCKET_IFNAME="=eth")),
+    Expected("AMP604", UNKNOWN, "lists no interface", remove("/sys/class/net")),
     Expected("AMP604", OK, "one node does not mind", variables(NCCL_SOCKET_IFNAME="lo")),
     Expected("AMP604", OK, "NCCL_SOCKET_IFNAME=^docker0,lo", two_nodes(variables(NCCL_SOCKET_IFNAME="^docker0,lo"))),
     Expected("AMP604", OK, "NCCL_SOCKET_IFNAME=eth", two_nodes(variables(NCCL_SOCKET_IFNAME="eth"))),

@@ -17,7 +17,9 @@ _LINE_BYTES = 1 << 16
 _BATCH = 512
 _SHOWN = 160
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_ERROR = ("ERROR", "CRITICAL", "FATAL", "Error: ", "Exception: ")
+# Lines that look like an error: those that name one, else those that say so.
+_ERRORS = (("Error: ", "Exception: "), ("ERROR", "CRITICAL", "FATAL"))
+_LEVELS = ("DEBUG ", "INFO ", "WARNING ")
 _UNNAMED = "AMP700"
 
 
@@ -59,7 +61,7 @@ def read_log(path: Path) -> list[Finding]:
 
     Returns:
         One finding for each code in it, in the order in which they first appear, since a later one often follows
-        from an earlier one. Where none is, one that says so: ok, or "?" with the last line that looks like an error.
+        from an earlier one. Where none is, one that says so: ok, or "?" with the first line that looks like an error.
 
     Raises:
         UsageError: there is no such file, it is a folder, or it cannot be read.
@@ -78,26 +80,28 @@ def scan(lines: Iterable[str]) -> list[Finding]:
     """The same for lines of text."""
     watches = [_Watch(code) for code in codes().values() if code.patterns]
     seen: dict[str, _Seen] = {}
-    last_error, read, lines = None, 0, iter(lines)
+    errors: dict[int, _Seen] = {}
+    read, lines = 0, iter(lines)
     while batch := list(islice(lines, _BATCH)):
         text = "".join(batch)
         near = [watch for watch in watches if watch.may_be_in(text)]
-        if near or _is_error(text):
+        if near or any(words in text for kind in _ERRORS for words in kind):
             for number, line in enumerate(batch, read + 1):
                 shown = [watch.code for watch in near if watch.is_shown_by(line)]
                 if shown and shown[0] in seen:
                     seen[shown[0]].count += 1
                 elif shown:
                     seen[shown[0]] = _Seen(number, line)
-                elif _is_error(line):
-                    last_error = _Seen(number, line)
+                elif (kind := _error(line)) is not None:
+                    errors.setdefault(kind, _Seen(number, line))
         read += len(batch)
     if seen:
         return [_finding(codes()[code], found) for code, found in seen.items()]
     entry = codes()[_UNNAMED]
-    if last_error is None:
+    if not errors:
         return [Finding(_UNNAMED, entry.title, Status.OK, f"no failure in {read} lines")]
-    text = f"no known failure in {read} lines; the last error is line {last_error.number}: {_shown(last_error.text)}"
+    first = errors[min(errors)]
+    text = f"no known failure in {read} lines; the first error is line {first.number}: {_shown(first.text)}"
     return [Finding(_UNNAMED, entry.title, Status.UNKNOWN, text, entry.fix)]
 
 
@@ -107,8 +111,11 @@ def _finding(code: Code, found: _Seen) -> Finding:
     return Finding(code.code, code.title, status, f"line {found.number}{times}: {_shown(found.text)}", code.fix)
 
 
-def _is_error(text: str) -> bool:
-    return any(words in text for words in _ERROR)
+def _error(line: str) -> int | None:
+    """Which of the kinds of errors a line is, None for none."""
+    if any(level in line for level in _LEVELS):
+        return None
+    return next((kind for kind, words in enumerate(_ERRORS) if any(each in line for each in words)), None)
 
 
 def _holds(line: str, parts: list[str]) -> bool:

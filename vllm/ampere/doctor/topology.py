@@ -5,7 +5,7 @@ import re
 
 from ..planner.pipeline import cut_refusal, stages
 from .case import Case, names_card
-from .findings import Outcome, fail, ok, warn
+from .findings import Outcome, Unknown, fail, ok, warn
 
 _PORT = 29501  # vLLM's default of --master-port
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -59,12 +59,15 @@ def _any_layout(case: Case) -> Outcome | None:
 
 def _interfaces(case: Case) -> Outcome:
     there = case.system.names("/sys/class/net")
+    if not there:
+        raise Unknown("/sys/class/net lists no interface")
     named = {name: case.system.variables[name] for name in _INTERFACES if case.system.variables.get(name)}
     for name, value in named.items():
         # NCCL takes a list of prefixes, of exact names after "=", or of exclusions after "^"; gloo takes exact names.
-        if value.startswith("^"):
+        gloo = name.startswith("GLOO")
+        if value.startswith("^") and not gloo:
             continue
-        exact = value.startswith("=") or name.startswith("GLOO")
+        exact = gloo or value.startswith("=")
         for word in value.removeprefix("=").split(","):
             found = [interface for interface in there if interface == word or not exact and interface.startswith(word)]
             if not found:
