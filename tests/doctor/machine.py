@@ -7,11 +7,12 @@ The texts have the form in which the kernel, the driver and the toolkit write th
 import json
 import shutil
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from tests.cli.conftest import DIFF, HASHES, HEADER
 from vllm.ampere.doctor.case import Case
-from vllm.ampere.doctor.findings import Finding
+from vllm.ampere.doctor.findings import Finding, Unknown
 from vllm.ampere.doctor.nvml import Card, Driver
 from vllm.ampere.doctor.run import run_check
 from vllm.ampere.doctor.system import Space, System
@@ -60,12 +61,20 @@ class PlayedSystem(System):
 
     spaces: dict[str, Space]
     sealed: set[str]
+    silence: Unknown
 
     def writable(self, folder) -> bool:
         return str(folder) not in self.sealed
 
     def hooked_tree(self) -> None:
         return None
+
+    @cached_property
+    def driver(self) -> Driver:
+        """Where a test gives none: as without the package, or with one whose driver fails."""
+        if self.driver_is_loaded:
+            raise self.silence
+        raise Unknown("no NVIDIA driver is loaded")
 
     def space(self, folder) -> Space:
         return self.spaces.get(str(folder), Space(2000 * GIB, 900 * GIB))
@@ -78,6 +87,7 @@ class Machine:
         site: Python's package folder.
         variables, cards, cuda, driver, strangers, addresses, own_address, spaces: as `System` has them.
         sealed: folders that cannot be written.
+        silence: why there is no answer, with an empty `driver`.
     """
 
     def __init__(self, folder: Path):
@@ -91,6 +101,7 @@ class Machine:
         self.own_address = "192.0.2.7"
         self.spaces = {"/dev/shm": Space(504 * GIB, 503 * GIB)}
         self.sealed: set[str] = set()
+        self.silence = Unknown("the package nvidia-ml-py is not installed, so the driver cannot be asked")
         self.search_path = [self.site]
         self.working_folder = folder
         self._files()
@@ -130,9 +141,9 @@ class Machine:
         self.cards[index] = replace(self.cards[index], **changes)
 
     def system(self) -> System:
-        """What the doctor sees; with no `driver` it asks the machine that the test runs on, which has none."""
+        """What the doctor sees; with no `driver`, `silence` is the reason."""
         system = PlayedSystem(self.root, self.variables, [str(path) for path in self.search_path], self.working_folder)
-        system.spaces, system.sealed = self.spaces, self.sealed
+        system.spaces, system.sealed, system.silence = self.spaces, self.sealed, self.silence
         if self.driver:
             system.driver = Driver(self.driver, self.cuda, tuple(self.cards), tuple(self.strangers))
         system.addresses, system.own_address = self.addresses, self.own_address

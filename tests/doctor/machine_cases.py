@@ -6,6 +6,7 @@ from tests.doctor.expected import (
     variables, write,
 )  # fmt: skip
 from tests.doctor.machine import GIB, LIMITS, MEMINFO, MOUNTS
+from vllm.ampere.doctor.nvml import NoAnswer
 
 MIB = 2**20
 NODE = "/sys/devices/system/node/node1"
@@ -87,8 +88,10 @@ def a6000(index: int):
 
 GPU = [
     Expected("AMP201", FAIL, "no NVIDIA driver is loaded", no_driver),
-    Expected("AMP201", FAIL, "the driver is loaded, but there is no /dev/nvidia0".replace("the d", "the NVIDIA d"),
-             without_devices),
+    Expected("AMP201", FAIL, "the NVIDIA driver is loaded, but there is no /dev/nvidia0", without_devices),
+    Expected("AMP201", FAIL, "gives up: GPU is lost",
+             attributes(driver="", silence=NoAnswer("the NVIDIA driver gives up: GPU is lost"))),
+    Expected("AMP204", UNKNOWN, "GPU is lost", attributes(driver="", silence=NoAnswer("gives up: GPU is lost"))),
     Expected("AMP201", FAIL, "the driver lists no card", attributes(cards=[])),
     Expected("AMP201", OK, "CUDA_VISIBLE_DEVICES hides 6", variables(CUDA_VISIBLE_DEVICES="0,3")),
     Expected("AMP201", UNKNOWN, "nvidia-ml-py", attributes(driver="")),

@@ -9,7 +9,7 @@ from .. import arch
 from ..errors import UnsupportedDeviceError
 from .case import Case
 from .findings import Outcome, Unknown, fail, ok, warn
-from .nvml import Card
+from .nvml import Card, NoAnswer
 
 _GIB = 2**30
 # What the driver itself keeps of an idle card is less.
@@ -24,12 +24,14 @@ def _cards(case: Case) -> Outcome:
     system = case.system
     try:
         cards = system.driver.cards
-    except Unknown:
-        if system.driver_is_loaded and any(re.fullmatch(r"nvidia\d+|dxg", name) for name in system.names("/dev")):
-            raise
-        inside = system.driver_is_loaded or system.in_container
-        seen = "the NVIDIA driver is loaded, but there is no /dev/nvidia0" if system.driver_is_loaded else _NO_DRIVER
-        return fail(seen, _CONTAINER if inside else "")
+    except Unknown as reason:
+        if not system.driver_is_loaded:
+            return fail("no NVIDIA driver is loaded", _CONTAINER if system.in_container else "")
+        if not any(re.fullmatch(r"nvidia\d+|dxg", name) for name in system.names("/dev")):
+            return fail("the NVIDIA driver is loaded, but there is no /dev/nvidia0", _CONTAINER)
+        if isinstance(reason, NoAnswer):
+            return fail(str(reason), _BROKEN)
+        raise
     if not cards:
         return fail("the driver lists no card")
     names = Counter(card.name for card in cards)
@@ -38,8 +40,8 @@ def _cards(case: Case) -> Outcome:
     return ok(f"{seen}; CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else seen)
 
 
-_NO_DRIVER = "no NVIDIA driver is loaded"
 _CONTAINER = "start the container with --gpus all, and install the NVIDIA container toolkit on the host"
+_BROKEN = "make nvidia-smi work first: reload the driver or restart the host; a container needs the capability utility too"
 
 
 def _capability(case: Case) -> Outcome:

@@ -72,11 +72,16 @@ class Driver:
     strangers: tuple[tuple[int, int], ...] = ()
 
 
+class NoAnswer(Unknown):
+    """The driver was asked and did not answer."""
+
+
 def read() -> Driver:
     """Ask the driver.
 
     Raises:
-        Unknown: the package is not installed, or there is no driver.
+        Unknown: the package is not installed.
+        NoAnswer: there is no driver, or it is broken.
     """
     try:
         import pynvml
@@ -85,7 +90,7 @@ def read() -> Driver:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise Unknown(f"the NVIDIA driver does not answer: {error}") from None
+        raise NoAnswer(f"the NVIDIA driver does not answer: {error}") from None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         cuda = pynvml.nvmlSystemGetCudaDriverVersion()
@@ -96,7 +101,7 @@ def read() -> Driver:
             _strangers(pynvml, handles),
         )
     except pynvml.NVMLError as error:
-        raise Unknown(f"the NVIDIA driver gives up: {error}") from None
+        raise NoAnswer(f"the NVIDIA driver gives up: {error}") from None
     finally:
         pynvml.nvmlShutdown()
 
