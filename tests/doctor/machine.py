@@ -46,7 +46,7 @@ Limit                     Soft Limit           Hard Limit           Units
 Max open files            1048576              1048576              files
 Max locked memory         unlimited            unlimited            bytes
 """
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:15:59 UTC 2025\nGCC version:  gcc 12\n"
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:15:59 UTC 2025\nGCC version: gcc\n"
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 21 1 0 100 0 0 10 0

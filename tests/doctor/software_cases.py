@@ -12,8 +12,8 @@ from vllm.ampere.patching import transaction
 from vllm.ampere.patching.tree import OVERLAY
 
 TOOLKIT_PACKAGES = {
-    "nvidia_cuda_nvcc": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_nvvm": "13.0.88", "nvidia_cuda_cccl": "13.0.85",
-    "nvidia_cuda_runtime": "13.0.96",
+    "nvidia_cuda_nvcc": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_nvvm": "13.0.88",
+    "nvidia_cuda_cccl": "13.0.85", "nvidia_cuda_runtime": "13.0.96",
 }  # fmt: skip
 
 

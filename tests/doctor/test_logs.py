@@ -53,8 +53,8 @@ def test_a_good_log(tmp_path):
 
 
 @pytest.mark.parametrize("lines, shown", [
-    (["(Worker pid=1) ERROR 11-29 [x.py:1] it broke", "(Worker pid=1) ERROR [x.py:2] ValueError: the moon is full\x1b[0m",
-      "KeyError: 'later'"], 1),
+    (["(Worker pid=1) ERROR 11-29 [x.py:1] it broke",
+      "(Worker pid=1) ERROR [x.py:2] ValueError: the moon is full\x1b[0m", "KeyError: 'later'"], 1),
     (["(Worker pid=1) WARNING 11-29 [x.py:1] ValueError: never mind", "CRITICAL it broke", "ERROR: again"], 1),
 ])
 def test_an_unknown_error_is_said_to_be_unknown(tmp_path, lines, shown):
@@ -106,12 +106,13 @@ def test_a_long_log_is_streamed(tmp_path):
     assert peak_bytes < size / 20
 
 
+WORDS = st.text(max_size=200).map(lambda text: text.encode(errors="replace"))
 FRAGMENTS = st.sampled_from([line for shown in SHOWING.values() for line in shown])
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode(errors="replace")),
-                          FRAGMENTS.map(str.encode)), max_size=12), st.sampled_from([b"\n", b"\r\n", b"\0", b""]))
+@given(st.lists(st.one_of(st.binary(max_size=200), WORDS, FRAGMENTS.map(str.encode)), max_size=12),
+       st.sampled_from([b"\n", b"\r\n", b"\0", b""]))
 def test_any_bytes(tmp_path_factory, parts, between):
     """Every file is read, and what is said of it is printable and of codes that exist."""
     file = tmp_path_factory.getbasetemp() / "any.log"

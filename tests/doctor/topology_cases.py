@@ -78,7 +78,8 @@ CHECKPOINT = [
     Expected("AMP501", FAIL, "there is no such folder", model(shutil.rmtree)),
     Expected("AMP501", FAIL, "config.json is for DeepseekV3ForCausalLM",
              model(edit_config(architectures=["DeepseekV3ForCausalLM"]))),
-    Expected("AMP502", FAIL, "shard model-00003-of-00015.safetensors of 15 is missing", model(lambda folder: shard(folder).unlink())),
+    Expected("AMP502", FAIL, "shard model-00003-of-00015.safetensors of 15 is missing",
+             model(lambda folder: shard(folder).unlink())),
     Expected("AMP502", UNKNOWN, "not reached: the fault in the config comes first", model(shutil.rmtree)),
     Expected("AMP501", OK, "config.json is one", model(shorten)),
     Expected("AMP502", OK, "every shard is there", model(shorten)),
@@ -129,7 +130,8 @@ TOPOLOGY = [
              variables(GLOO_SOCKET_IFNAME="eth1")),
     Expected("AMP604", FAIL, "NCCL_SOCKET_IFNAME=docker0 is an interface that other nodes do not reach",
              two_nodes(variables(NCCL_SOCKET_IFNAME="docker0"))),
-    Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=br-4f5 is", two_nodes(interface("br-4f5"), variables(GLOO_SOCKET_IFNAME="br-4f5"))),
+    Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=br-4f5 is",
+             two_nodes(interface("br-4f5"), variables(GLOO_SOCKET_IFNAME="br-4f5"))),
     Expected("AMP604", FAIL, "GLOO_SOCKET_IFNAME=eth, and", variables(GLOO_SOCKET_IFNAME="eth")),
     Expected("AMP604", FAIL, "NCCL_SOCKET_IFNAME==eth, and", variables(NCCL_SOCKET_IFNAME="=eth")),
     Expected("AMP604", UNKNOWN, "lists no interface", remove("/sys/class/net")),
@@ -146,7 +148,7 @@ TOPOLOGY = [
     Expected("AMP606", OK, "no setting", variables(NCCL_P2P_DISABLE="0", NCCL_DEBUG="WARN")),
     Expected("AMP607", FAIL, "somebody listens on port 29501", two_nodes(listening(29501))),
     Expected("AMP607", OK, "port 29501 is free", two_nodes(listening(29502))),
-    Expected("AMP608", FAIL, "no card is called '8', so CUDA ignores", variables(CUDA_VISIBLE_DEVICES="7,8,0")),
+    Expected("AMP608", FAIL, "no card is called '8'; CUDA ignores", variables(CUDA_VISIBLE_DEVICES="7,8,0")),
     Expected("AMP608", FAIL, "names a card twice", variables(CUDA_VISIBLE_DEVICES="0,1,1")),
     Expected("AMP608", FAIL, "no card is called ''", variables(CUDA_VISIBLE_DEVICES="")),
     Expected("AMP608", OK, "CUDA_VISIBLE_DEVICES=GPU-3a5f, 0", variables(CUDA_VISIBLE_DEVICES="GPU-3a5f, 0")),
@@ -178,6 +180,10 @@ def another_hash(name: str):
     return beside(lambda facts: replace(facts, **{name: "0" * 64}))
 
 
+def unpatch(machine):
+    (machine.site / "vllm/model.py").write_text("one\ntwo\n")
+
+
 def swap_tokenizer(machine):
     file = machine.site.parent / "model/tokenizer.json"
     file.write_text(file.read_text() + " ")
@@ -186,17 +192,20 @@ def swap_tokenizer(machine):
 PEER = [
     Expected("AMP611", FAIL, "triton: none here, 3.8.0 there", beside(lambda facts: facts, package("triton", None))),
     Expected("AMP611", FAIL, "torch: 2.15.0 here, 2.14.0+cu130 there", beside(lambda f: f, package("torch", "2.15.0"))),
-    Expected("AMP612", WARN, "driver 580.65.06 here, 575.1 there", beside(lambda facts: replace(facts, driver="575.1"))),
+    Expected("AMP612", WARN, "driver 580.65.06 here, 575.1 there",
+             beside(lambda facts: replace(facts, driver="575.1"))),
     Expected("AMP612", UNKNOWN, "the other node's report does not say", silent("driver")),
     Expected("AMP613", FAIL, "NVIDIA A800 80GB PCIe 79.1 GiB: 7 here, 8 there",
              beside(lambda facts: facts, cards_of(79.15, 7))),
-    Expected("AMP613", FAIL, "NVIDIA A800 80GB PCIe 39.4 GiB: 8 here, none there", beside(lambda f: f, cards_of(39.39))),
+    Expected("AMP613", FAIL, "NVIDIA A800 80GB PCIe 39.4 GiB: 8 here, none there",
+             beside(lambda f: f, cards_of(39.39))),
     Expected("AMP614", FAIL, "the patched files differ",
-             beside(lambda facts: facts, lambda machine: (machine.site / "vllm/model.py").write_text("one\ntwo\n") and None)),
+             beside(lambda facts: facts, unpatch)),
     Expected("AMP614", UNKNOWN, "does not say", silent("patches")),
     Expected("AMP615", FAIL, "the checkpoints differ", another_hash("checkpoint")),
     Expected("AMP615", FAIL, "the checkpoints differ", beside(lambda facts: facts, swap_tokenizer)),
     Expected("AMP615", UNKNOWN, "no --model is given here", beside(lambda facts: facts, asking(model=None))),
-    Expected("AMP616", WARN, "NCCL_DEBUG: INFO here, none there", beside(lambda facts: facts, variables(NCCL_DEBUG="INFO"))),
+    Expected("AMP616", WARN, "NCCL_DEBUG: INFO here, none there",
+             beside(lambda facts: facts, variables(NCCL_DEBUG="INFO"))),
     Expected("AMP616", OK, "the same variables", beside(lambda facts: facts, variables(VLLM_HOST_IP="192.0.2.7"))),
 ]

@@ -41,7 +41,7 @@ def _cards(case: Case) -> Outcome:
 
 
 _CONTAINER = "start the container with --gpus all, and install the NVIDIA container toolkit on the host"
-_BROKEN = "make nvidia-smi work first: reload the driver or restart the host; a container needs the capability utility too"
+_BROKEN = "make nvidia-smi work first: reload the driver, restart the host, or give the container utility capability"
 
 
 def _capability(case: Case) -> Outcome:

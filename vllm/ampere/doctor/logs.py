@@ -67,9 +67,9 @@ def read_log(path: Path) -> list[Finding]:
         UsageError: there is no such file, it is a folder, or it cannot be read.
     """
     hint = "name the file that has the server's output"
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder, not a log", hint)
     try:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder, not a log", hint)
         with path.open("rb") as file:
             return scan(_lines(file))
     except OSError as error:

@@ -34,7 +34,8 @@ def _half_applied(case: Case) -> Outcome:
 def _foreign(case: Case) -> Outcome:
     root = _tree(case)
     error = tree.refusal(root, case.survey, upstream.version())
-    return fail(str(error), error.hint) if error else ok(f"every file in {root} is upstream's or patched by this series")
+    well = ok(f"every file in {root} is upstream's or patched by this series")
+    return fail(str(error), error.hint) if error else well
 
 
 def _applied(case: Case) -> Outcome:

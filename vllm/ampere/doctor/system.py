@@ -46,6 +46,18 @@ class Space:
     free_bytes: int
 
 
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # it was removed
+        return Path("/")
+
+
+def _unescaped(word: str) -> str:
+    """A word of /proc/mounts, where a blank is \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
+
+
 @dataclass
 class System:
     """A machine.
@@ -63,7 +75,7 @@ class System:
     root: Path = Path("/")
     variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     search_path: Sequence[str] = field(default_factory=lambda: list(sys.path))
-    working_folder: Path = field(default_factory=Path.cwd)
+    working_folder: Path = field(default_factory=_working_folder)
 
     def at(self, path: str | Path) -> Path:
         """Where an absolute path of the machine lies."""
@@ -99,10 +111,7 @@ class System:
     def mounts(self) -> list[Mount]:
         """Mounted filesystems; a later one hides an earlier one of the same folder."""
         lines = [line.split() for line in self.read("/proc/mounts").splitlines()]
-        return [
-            Mount(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[1]), words[2], tuple(words[3].split(",")))
-            for words in lines if len(words) >= 4
-        ]
+        return [Mount(_unescaped(line[1]), line[2], tuple(line[3].split(","))) for line in lines if len(line) >= 4]
 
     def mount_of(self, path: str | Path) -> Mount:
         """The filesystem that a path is on."""

@@ -117,7 +117,7 @@ def _visible(case: Case) -> Outcome:
         return fail(f"CUDA_VISIBLE_DEVICES={named} names a card twice")
     unknown = [word for word in words if not any(names_card(word, card) for card in case.system.driver.cards)]
     if unknown:
-        return fail(f"CUDA_VISIBLE_DEVICES={named}: no card is called {unknown[0]!r}, so CUDA ignores all from there on")
+        return fail(f"CUDA_VISIBLE_DEVICES={named}: no card is called {unknown[0]!r}; CUDA ignores it and what follows")
     return ok(f"CUDA_VISIBLE_DEVICES={named}")
 
 
