@@ -2,9 +2,9 @@
 # The first of these that runs and is one of the versions upstream.toml names; environment.py says what is wrong otherwise.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensurepip, tomllib' 2>/dev/null && echo $$p && exit; done; echo python3)
 ENV = $(PYTHON) vllm/ampere/environment.py
-NOT_HERE = not gpu and not multi_gpu
+NOT_HERE = not gpu and not multi_gpu and not image
 
-.PHONY: help demo test test-long test-gpu test-ampere kernel-table env patch clean
+.PHONY: help demo test test-long test-gpu test-ampere test-image image kernel-table env patch clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,6 +26,13 @@ test-gpu:  ## every test that needs a card, by the PYTHON that has the patched v
 
 test-ampere:  ## tests/gpu on an A100, A6000, RTX 3090 or like, and a receipt to send (RECEIPT; PYTHON: the one with vLLM)
 	$(PYTHON) tests/gpu/ampere_receipt.py $(or $(RECEIPT),ampere-receipt.json)
+
+test-image:  ## build docker/Dockerfile without vLLM's requirements and run what can run of it (root, Debian's packages)
+	@$(ENV) cpu
+	.venv/bin/python -m pytest -m image -s tests/docker
+
+image:  ## build the image with docker or buildah (IMAGE, IMAGE_ARGS)
+	@docker/build.sh $(IMAGE_ARGS)
 
 kernel-table: env  ## write docs/en/kernels.md: registers, shared memory and spills of every Triton kernel
 	@.venv/bin/vllm-ampere kernels compile --update docs/en/kernels.md

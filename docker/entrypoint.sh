@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The entry point of the image. A model (a folder or a repository) is served: doctor, plan, then vLLM. A command of
-# vllm-ampere, or a program, is run as it is. Everything is exec'd: signals reach it, and its exit status is the container's.
+# The entry point of the image. The folder of a model is served: doctor, plan, then vLLM, all by `vllm-ampere serve`. A
+# command of vllm-ampere, or a program, is run as it is. Whatever runs takes this process's place, and so its signals.
 set -eu
 
 if [ $# = 0 ]; then

@@ -11,18 +11,21 @@ import sys
 import urllib.request
 from pathlib import Path
 
+PROCESSES = Path("/proc")
 TIMEOUT_SECONDS = 5
+# How a command line names vLLM before its `serve`: the script, or the module behind it.
+SERVER = ("vllm", "vllm.entrypoints.cli.main")
 
 
-def server_options(processes: Path) -> list[str] | None:
+def server_options() -> list[str] | None:
     """Words after `vllm serve` of the oldest such process; None if there is none."""
-    for entry in sorted(processes.glob("[0-9]*"), key=lambda entry: int(entry.name)):
+    for entry in sorted(PROCESSES.glob("[0-9]*"), key=lambda entry: int(entry.name)):
         try:
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue  # it has ended since
         for place, (program, command) in enumerate(zip(words, words[1:])):
-            if Path(program).name == "vllm" and command == "serve":
+            if Path(program).name in SERVER and command == "serve":
                 return words[place + 2 :]
     return None
 
@@ -48,7 +51,7 @@ def healthy(options: list[str]) -> bool:
 
 def main() -> int:
     """Check once; the reason of a failure goes to stdout, which `docker inspect` shows."""
-    options = server_options(Path("/proc"))
+    options = server_options()
     if options is None:
         print("no `vllm serve` runs here")
         return 1

@@ -18,11 +18,12 @@ def test_plain_make_prints_every_target():
     assert listed == targets and sorted(phony) == sorted(targets)
 
 
-def test_continuous_integration_runs_the_command_of_the_readme():
+def test_continuous_integration_runs_the_commands_of_the_readme():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    command = script.read_text().splitlines()[-1]
-    assert command == "make test" and command in (ROOT / "README.md").read_text()
+    commands = script.read_text().splitlines()[-2:]
+    assert commands == ["make test", "make test-image"]
+    assert all(command in (ROOT / "README.md").read_text() for command in commands)
 
 
 def test_continuous_integration_fails_when_a_test_fails(tmp_path):
