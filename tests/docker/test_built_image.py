@@ -165,8 +165,8 @@ def test_nvcc_is_of_the_release_of_its_headers(built):
 
 
 def test_the_user_is_not_root_and_owns_its_home(built):
-    words = built("sh", "-c", "touch $HOME/mine && id -u && echo $HOME && test ! -w $CUDA_HOME && echo read-only").split()
-    assert words == ["10001", "/cache", "read-only"]
+    script = "touch $HOME/mine && id -u && echo $HOME && test ! -w $CUDA_HOME && echo read-only"
+    assert built("sh", "-c", script).split() == ["10001", "/cache", "read-only"]
 
 
 def test_the_entry_point_knows_our_command(built):

@@ -109,6 +109,13 @@ def test_linters_find_faults(tmp_path):
         assert done.returncode == 1
 
 
+def test_caches_outlive_the_container():
+    """Triton, TileLang, CUDA and vLLM keep what they compile below HOME, unless a variable says otherwise."""
+    variables = dict(re.findall(r"(\w+)=(\S+)", " ".join(re.findall(r"^ENV (.*(?:\\\n.*)*)", DOCKERFILE, re.M))))
+    assert variables["HOME"] in re.findall(r"^VOLUME (.*)$", DOCKERFILE, re.M)
+    assert not [name for name in variables if "CACHE" in name]
+
+
 def test_the_context_is_what_the_build_reads():
     """The list begins with everything left out, so a folder that it does not name stays outside."""
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
@@ -290,7 +297,8 @@ def test_the_builder_that_is_there_builds(name, tmp_path):
     command = [DOCKER / "build.sh", "--quiet"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{expected} --tag mine:1 --file docker/Dockerfile --build-arg VERSION={__version__} ")
+    named = f"--tag mine:1 --file docker/Dockerfile --build-arg VERSION={__version__} "
+    assert done.stdout.startswith(f"{expected} {named}")
     assert done.stdout.strip().endswith("--build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL .")
 
 

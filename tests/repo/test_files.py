@@ -25,7 +25,8 @@ HOSTS = {
     "localhost",
 }
 MACHINE = re.compile(
-    r"(?<![\w.])/(?:root|home|work|Users|mnt|srv)/\w|\b(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}\b(?!\.)"
+    r"(?<![\w.])/(?:root|home|work|Users|mnt|srv)/\w"
+    r"|(?<!==)\b(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}\b(?!\.)"
 )
 
 
@@ -63,4 +64,4 @@ def test_machine_pattern_can_fire():
     assert (
         MACHINE.search("see /" + "root/x") and MACHINE.search("at 10" + ".1.2.3") and MACHINE.search("192" + ".168.0.7")
     )
-    assert not MACHINE.search("torch 2.10.0, path tests/home/x, cuda 13.0")
+    assert not MACHINE.search("torch 2.10.0, path tests/home/x, cuda 13.0, lib==10" + ".1.2.3")
