@@ -6,6 +6,7 @@ It needs no container engine and no CUDA image. What it cannot show is in docs/e
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -73,8 +74,11 @@ class Buildah:
 
 def attempt(command: list, what: str) -> None:
     """Run what this machine may not allow; skips with its last line if it does not."""
-    with progress(what):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=STEP_SECONDS)
+    try:
+        with progress(what):
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=STEP_SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{what}: not here: not done after {STEP_SECONDS} s")
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
         pytest.skip(f"{what}: not here: {lines[-1]}")
@@ -151,6 +155,14 @@ def built():
 def test_patches_are_applied(built):
     count = len((ROOT / "patches" / "series").read_text().split())
     assert f"applied: {count} patches" in built("vllm-ampere", "patches", "status").splitlines()[-1]
+
+
+def test_the_doctor_runs(built):
+    """It finds the patches on and the compiler whole; that there is no card and no PyTorch is for it to say."""
+    pytest.importorskip("vllm.ampere.doctor", reason="this checkout has no doctor")
+    report = built("sh", "-c", "vllm-ampere doctor; test $? = 1")
+    status = {code: words for words, code in re.findall(r"^(ok|FAIL|warn|\?) +(AMP\d{3})", report, re.M)}
+    assert status["AMP404"] == status["AMP306"] == status["AMP307"] == "ok" and status["AMP201"] == "FAIL", report
 
 
 def test_every_module_is_compiled(built):

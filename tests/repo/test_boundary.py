@@ -10,7 +10,7 @@ import pytest
 from tests.repo.checkout import OVERLAY, ROOT, imported, modules, tree
 
 # Run before anything is installed.
-SCRIPTS = ("environment.py", "demo.py")
+SCRIPTS = ("archive.py", "environment.py", "demo.py")
 # Variables that programs of every kind honour.
 CONVENTIONS = ("NO_COLOR", "XDG_CACHE_HOME")
 # What the console command imports before it knows what is asked of it.

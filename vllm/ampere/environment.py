@@ -21,7 +21,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import zipfile
@@ -31,8 +30,10 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 if __package__:
+    from .archive import pinned
     from .errors import AmpereError
 else:  # run as a script: its own folder is the first of sys.path
+    from archive import pinned
     from errors import AmpereError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,20 +202,14 @@ class Environment:
 
     def _wheel(self, requirement: str, name: str, sha256: str) -> Path:
         """A pinned wheel in the cache, fetched by pip if it is not there whole."""
-        wheel = CACHE / name
-        if wheel.exists() and _sha256(wheel) == sha256:
-            return wheel
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+
+        def bring(folder: Path) -> Path:
             command = [self.python, "-I", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", folder]
             call([*command, requirement], f"pip could not fetch {requirement}")
-            (fetched,) = Path(folder).iterdir()
-            if _sha256(fetched) != sha256:
-                raise AmpereError(
-                    f"{fetched.name} is not the file that upstream.toml pins (its sha256 differs)",
-                    f"ask another package index for {name}, or put that file into .cache",
-                )
-            fetched.replace(wheel)
-        return wheel
+            (wheel,) = folder.iterdir()
+            return wheel
+
+        return pinned(CACHE / name, sha256, bring)
 
 
 ENVIRONMENTS = {
@@ -322,11 +317,6 @@ def _contents(*paths: str) -> bytes:
             if file.is_file():
                 found.append(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return b"\0".join(found)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def call(command: list, failure: str, hint: str = "") -> None:

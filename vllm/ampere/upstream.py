@@ -2,7 +2,6 @@
 """The pinned upstream: where its pins are, and how its files are fetched by hash with pip alone."""
 
 import functools
-import hashlib
 import importlib.util
 import os
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Callable
 
 from . import envs
+from .archive import pinned
 from .errors import AmpereError, UsageError
 
 _HERE = Path(__file__).resolve().parent
@@ -64,8 +64,8 @@ def version() -> str:
 
 
 def cache_dir() -> Path:
-    """Where fetched archives are kept: `.cache/wheels` of the checkout, else the user's cache."""
-    return _CHECKOUT / ".cache" / "wheels" if in_checkout() else envs.cache_home() / "vllm-ampere"
+    """Where fetched archives are kept: `.cache` of the checkout, else the user's cache."""
+    return _CHECKOUT / ".cache" if in_checkout() else envs.cache_home() / "vllm-ampere"
 
 
 def fetch(folder: Path, sdist: bool, log: Log) -> bool:
@@ -114,23 +114,18 @@ def _untar(archive: Path, folder: Path) -> Path:
 def _archive(kind: str, log: Log) -> Path:
     """The pinned "wheel" or "sdist" in the cache, downloaded if it is not there with the right hash."""
     pin = pins()["vllm"]
-    name, digest = pin[kind], pin[f"{kind}_sha256"]
-    path = cache_dir() / name
-    if path.is_file() and _sha256(path) == digest:
-        return path
+    path, digest = cache_dir() / pin[kind], pin[f"{kind}_sha256"]
+
+    def bring(folder: Path) -> Path:
+        log(f"downloading {path.name}")
+        _download(kind, f"vllm=={pin['version']} --hash=sha256:{digest}\n", folder, log)
+        return folder / "archives" / path.name
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as partial:
-            log(f"downloading {name}")
-            _download(kind, f"vllm=={pin['version']} --hash=sha256:{digest}\n", Path(partial), log)
-            downloaded = Path(partial) / "archives" / name
-            if not downloaded.is_file() or _sha256(downloaded) != digest:
-                raise AmpereError(f"pip brought another file than {name}", "look at pip's index settings")
-            downloaded.replace(path)
+        return pinned(path, digest, bring)
     except OSError as error:
         why = error.strerror or error
         raise AmpereError(f"cannot write {path}: {why}", "make room, or set XDG_CACHE_HOME") from error
-    return path
 
 
 def _download(kind: str, requirement: str, folder: Path, log: Log) -> None:
@@ -163,8 +158,3 @@ def _run(command: list, failure: str, hint: str, **variables: str) -> None:
     done = subprocess.run([str(word) for word in command], stdout=sys.stderr, env={**os.environ, **variables})
     if done.returncode:
         raise AmpereError(failure, hint)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
