@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docker import chroot_image
 from tests.repo.checkout import ROOT, files
 from tests.repo.test_pins import PINS, lock
 from vllm.ampere import __version__
@@ -312,3 +313,24 @@ def test_no_builder_is_one_line_and_a_hint(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     first, second = done.stderr.splitlines()
     assert "no docker engine answers, and there is no buildah" in first and second.startswith("hint: ")
+
+
+def test_what_a_machine_does_not_allow_is_skipped_with_its_reason(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(pytest.skip.Exception, match="need root"):
+        chroot_image.install_tools()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(chroot_image, "check_disk", lambda *_: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(pytest.skip.Exception, match="buildah and debootstrap are not here, and neither is apt-get"):
+        chroot_image.install_tools()
+    with pytest.raises(pytest.skip.Exception, match="^apt-get update: not here: no route$"):
+        chroot_image.attempt(["sh", "-c", "echo more; echo no route >&2; exit 100"], "apt-get update")
+
+
+def test_a_dockerfile_that_does_not_build_fails(tmp_path, monkeypatch):
+    program(tmp_path / "tools" / "buildah", "#!/bin/sh\n[ $1 != bud ] || { echo the reason; exit 1; }\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    buildah = chroot_image.Buildah(tmp_path)
+    with pytest.raises(pytest.fail.Exception, match="does not build:\nthe reason"):
+        chroot_image.make_image(buildah, tmp_path / "log")
