@@ -139,8 +139,11 @@ def load(path: Path) -> Inventory:
     return _checked(values, str(path), f"the fields are {', '.join(Inventory.model_fields)}")
 
 
-def detect() -> Inventory:
+def detect(visible: str | None = None) -> Inventory:
     """The cards of this machine, through the package nvidia-ml-py.
+
+    Args:
+        visible: indices or UUIDs of cards as CUDA_VISIBLE_DEVICES lists them; None takes all.
 
     Raises:
         AmpereError: no package, no driver, no cards, or cards that differ.
@@ -153,17 +156,44 @@ def detect() -> Inventory:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        sizes = {pynvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles}
+        if visible is not None:
+            uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            handles = [handles[i] for word in visible.split(",") for i in _named(word.strip(), uuids)]
+        memory = [pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2) for handle in handles]
         names = {_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
         linked = all(_has_nvlink(pynvml, handle) for handle in handles)
+        island = _island(pynvml, handles)
     except pynvml.NVMLError as error:
         raise AmpereError(f"cannot see this machine's cards: {error}", hint) from error
     if not handles:
-        raise AmpereError("this machine has no NVIDIA cards", hint)
-    if len(sizes) > 1 or len(names) > 1:
+        raise AmpereError("this machine has no NVIDIA cards that may be used", hint)
+    if len({each.total for each in memory}) > 1 or len(names) > 1:
         raise AmpereError(f"the cards of this machine differ: {', '.join(sorted(names))}", "plan for equal cards only")
     link = LinkKind.NVLINK if linked else LinkKind.PCIE
-    return Inventory(cards=len(handles), card_gib=sizes.pop() / 2**30, link=link)
+    # What the driver keeps to itself, 0.85 GiB of an A100's 80, is in its total and not in CUDA's.
+    usable = min(each.total - each.reserved for each in memory)
+    return Inventory(cards=len(handles), card_gib=usable / 2**30, link=link, island=island)
+
+
+def _named(word: str, uuids: list[str]) -> list[int]:
+    """The card that a word of CUDA_VISIBLE_DEVICES names: none, or one."""
+    if word.isdigit():
+        return [int(word)] if int(word) < len(uuids) else []
+    return [index for index, uuid in enumerate(uuids) if len(word) > 4 and uuid.startswith(word)]
+
+
+def _island(pynvml: Any, handles: list[Any]) -> int:
+    """The most cards in a row that are always on one socket."""
+    def together(first: Any, other: Any) -> bool:
+        return pynvml.nvmlDeviceGetTopologyCommonAncestor(first, other) < pynvml.NVML_TOPOLOGY_SYSTEM
+
+    count = len(handles)
+    for size in range(count, 1, -1):
+        if count % size == 0 and all(
+            together(handles[i - i % size], handles[i]) for i in range(count) if i % size
+        ):
+            return size
+    return 1
 
 
 def _has_nvlink(pynvml: Any, handle: Any) -> bool:
