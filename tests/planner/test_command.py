@@ -4,16 +4,14 @@
 import json
 import shlex
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
+from tests.planner.hollow import write_hollow
 from vllm.ampere.cli import main as cli
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.planner import presets
-from vllm.ampere.planner.weights import RELEASED_VISION
-from vllm.ampere.tensor_table import expected_tensors
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/en/topologies.md"
 
@@ -95,28 +93,10 @@ def test_options_reach_the_plan(plan):
     assert json.loads(plan(*preset, *whole)[1])["stages"][0]["weight_bytes"]["expert_padding"] == 0
 
 
-def _folder(tmp_path, **changes):
-    """A checkpoint folder whose only shard has a true header and a hole for the values."""
-    spec = ModelSpec(engram_layer_ids=(), engram_num_embeddings=(), moe_intermediate_size=256, n_routed_experts=8,
-                     dspark_n_routed_experts=8, **changes)
-    config = spec.to_config()
-    config["vision_config"].update(RELEASED_VISION)
-    tensors = list(expected_tensors(config))
-    ends = list(accumulate(tensor.nbytes for tensor in tensors))
-    header = json.dumps({
-        tensor.name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end - tensor.nbytes, end]}
-        for tensor, end in zip(tensors, ends)
-    }).encode()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + ends[-1])
-    return spec, tensors
-
-
 def test_a_checkpoint_is_read_from_its_headers(plan, tmp_path):
-    spec, tensors = _folder(tmp_path, vision_layers=0)
+    spec = ModelSpec(vision_layers=0, engram_layer_ids=(), engram_num_embeddings=(), moe_intermediate_size=256,
+                     n_routed_experts=8, dspark_n_routed_experts=8)
+    tensors = write_hollow(tmp_path, spec)
     status, out, err = plan("--model", tmp_path, "--gpus", "1x80", "--format", "json")
     found = json.loads(out)
     assert (status, err) == (0, "")
