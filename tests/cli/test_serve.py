@@ -4,18 +4,22 @@
 import contextlib
 import functools
 import json
+import os
 import shlex
 import subprocess
 import sys
+from enum import StrEnum
 from types import SimpleNamespace
 
 import pytest
 
 from tests.planner.hollow import write_hollow
-from vllm.ampere import interfaces, serving
+from vllm.ampere import nodes, serving
 from vllm.ampere.cli import box
 from vllm.ampere.cli import main as cli
+from vllm.ampere.errors import PatchError
 from vllm.ampere.model_spec import ModelSpec
+from vllm.ampere.patching import tree
 from vllm.ampere.planner import presets
 from vllm.ampere.testing import tiny_tokenizer
 
@@ -51,7 +55,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(box, "weight_table", WEIGHT_TABLE)
     found = [("lo", "127.0.0.1"), ("docker0", "198.51.100.1"), ("ib0", "192.0.2.5"), ("eno1", "203.0.113.5")]
-    monkeypatch.setattr(interfaces, "interfaces", lambda: [interfaces.Interface(*pair) for pair in found])
+    monkeypatch.setattr(nodes, "interfaces", lambda: [nodes.Interface(*pair) for pair in found])
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def route(monkeypatch):
     """Let every address be reached from a given one of this node."""
     def from_address(own):
         probe = SimpleNamespace(connect=lambda target: None, getsockname=lambda: (own, 9))
-        monkeypatch.setattr(interfaces.socket, "socket", lambda *_: contextlib.nullcontext(probe))
+        monkeypatch.setattr(nodes.socket, "socket", lambda *_: contextlib.nullcontext(probe))
 
     return from_address
 
@@ -278,3 +282,78 @@ def test_a_layout_over_part_of_two_nodes(release, serve):
 def test_more_behind_the_dashes_is_nobody_elses(serve, capsys):
     assert cli.main(["kernels", "list", "--", "--preset"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+class Started(Exception):
+    """The process became another one."""
+
+
+@pytest.fixture
+def start(serve, release, monkeypatch):
+    """Run without --dry-run on a box of eight; returns exit status, stderr, and what was started, or None."""
+    def run(*words, findings=()):
+        called = []
+
+        def execve(*arguments):
+            called.append(arguments)
+            raise Started
+
+        monkeypatch.setattr(os, "execve", execve)
+        seen = []
+
+        def run_checks(system, *, preset, model):
+            seen.append((preset, model))
+            return list(findings)
+
+        doctor = SimpleNamespace(Status=Status, System=lambda: None, run_checks=run_checks)
+        monkeypatch.setitem(sys.modules, "vllm.ampere.doctor", doctor)
+        monkeypatch.setattr("vllm.ampere.doctor", doctor, raising=False)
+        status, out, err = serve(release, "--gpus", "8x80", "--preset", "a100-80g-x8-tp8", *words)
+        assert not out
+        return status, err, called, seen
+
+    return run
+
+
+Status = StrEnum("Status", {"OK": "ok", "FAIL": "FAIL", "WARN": "warn", "UNKNOWN": "?"})
+
+
+def finding(code, status):
+    return SimpleNamespace(code=code, status=status, title="what", seen=f"seen by {code}", fix=f"mend {code}")
+
+
+WELL = (finding("AMP101", Status.OK), finding("AMP102", Status.WARN), finding("AMP103", Status.UNKNOWN))
+ILL = (*WELL, finding("AMP201", Status.FAIL), finding("AMP202", Status.FAIL))
+
+
+def test_the_doctor_stops_the_start(start, release):
+    status, err, called, seen = start(findings=ILL)
+    assert (status, called) == (1, []) and seen == [("a100-80g-x8-tp8", str(release))]
+    assert "error: AMP201 what: seen by AMP201\nhint: mend AMP201\n" in err
+    assert err.splitlines()[-2] == "error: the doctor found what would stop the server: AMP201, AMP202"
+    assert "--skip-doctor" in err.splitlines()[-1]
+
+
+def test_the_server_starts_where_nothing_fails(start, release, monkeypatch):
+    monkeypatch.setenv("KEPT", "as it was")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,20")
+    _, err, [(program, command, environment)], seen = start("--", "--host", "127.0.0.1", findings=WELL)
+    assert len(seen) == 1 and "warning: AMP102 what: seen by AMP102\nhint: mend AMP102\n" in err
+    assert "AMP101" not in err and "AMP103" not in err and "starting vllm serve: TP8xPP1, room for" in err
+    assert program == command[0] == sys.executable and command[-2:] == ["--host", "127.0.0.1"]
+    assert environment["KEPT"] == "as it was" and "VLLM_PP_LAYER_PARTITION" not in environment
+    assert environment["VLLM_ENGINE_READY_TIMEOUT_S"] == "3600"
+
+
+def test_skipping_the_doctor(start):
+    _, err, called, seen = start("--skip-doctor", findings=ILL)
+    assert len(called) == 1 and seen == [] and "AMP2" not in err
+
+
+def test_without_vllm_nothing_is_started(start, monkeypatch):
+    def none(given):
+        raise PatchError("no vLLM is installed for this Python")
+
+    monkeypatch.setattr(tree, "locate", none)
+    status, err, called, seen = start()
+    assert (status, called, seen) == (1, [], []) and "no vLLM is installed" in err

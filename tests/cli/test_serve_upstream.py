@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.ampere import serving
+from vllm.ampere import nodes, serving
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.planner import presets
 from vllm.ampere.planner.plan import make_plan
@@ -22,7 +22,7 @@ from vllm.ampere.testing import engine, tiny_checkpoint
 pytestmark = pytest.mark.vllm
 CONSOLE = Path(sys.executable).with_name("vllm-ampere")
 START_SECONDS = 400
-NODE = serving.Node(1, 2, "192.0.2.5", serving.Interface("ib0", "192.0.2.6"))
+NODE = nodes.Node(1, 2, "192.0.2.5", nodes.Interface("ib0", "192.0.2.6"))
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +136,16 @@ def test_one_node_and_two_give_the_same_answer(tmp_path):
     model = tiny_checkpoint.write(tmp_path / "model", "demo")
     options = ("--context", "1024", "--requests", 4, "--batched-tokens", 512, "--no-images", "--skip-doctor")
     replies = []
-    for nodes, layout in ((1, ()), (2, ("--partition", "4,4", "--no-draft"))):
-        box, port = tmp_path / f"box{nodes}.json", engine.free_port()
-        box.write_text(json.dumps({"nodes": nodes, "cards": 1, "card_gib": 80}))
+    for count, layout in ((1, ()), (2, ("--partition", "4,4", "--no-draft"))):
+        box, port = tmp_path / f"box{count}.json", engine.free_port()
+        box.write_text(json.dumps({"nodes": count, "cards": 1, "card_gib": 80}))
         given = ("--", "--enforce-eager", "--engram-config", '{"cpu_offload": false}', "--host", "127.0.0.1", "--port", port)
-        given += ("--master-port", engine.free_port()) if nodes == 2 else ()
+        given += ("--master-port", engine.free_port()) if count == 2 else ()
         with ExitStack() as stack:
-            logs = [tmp_path / f"{nodes}-{rank}.log" for rank in range(nodes)]
+            logs = [tmp_path / f"{count}-{rank}.log" for rank in range(count)]
             children = []
             for rank, log in enumerate(logs):
-                meeting = ("--node-rank", rank, "--master-addr", "127.0.0.1", "--interface", "lo") if nodes == 2 else ()
+                meeting = ("--node-rank", rank, "--master-addr", "127.0.0.1", "--interface", "lo") if count == 2 else ()
                 words = (model, "--inventory", box, *options, *layout, *meeting, *given)
                 children.append(stack.enter_context(started(log, *words)))
             replies.append(answer(port, children, logs[0]))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.hollow import write_hollow
 from tests.repo.checkout import ROOT
-from vllm.ampere import interfaces
+from vllm.ampere import nodes
 from vllm.ampere.cli import main as cli
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.planner import presets
@@ -72,12 +72,12 @@ def test_every_script_is_here():
 def test_the_container_serves_the_preset(launch, release, capsys, monkeypatch, script):
     """The words for the image, run as the image runs them: they plan the preset, for the checkpoint at /model."""
     preset = presets.load(SCRIPTS[script])
-    nodes = preset.inventory.nodes
-    status, called, _ = launch(script, release, "--", "--seed", "7", **(SECOND if nodes > 1 else {}))
+    count = preset.inventory.nodes
+    status, called, _ = launch(script, release, "--", "--seed", "7", **(SECOND if count > 1 else {}))
     options, words = split(called)
     assert status == 0 and words[:4] == ["serve", "/model", "--preset", SCRIPTS[script]]
     assert f"type=bind,source={release},target=/model,readonly" in options
-    monkeypatch.setattr(interfaces, "towards", lambda master, first: interfaces.Interface("ib0", "192.0.2.6"))
+    monkeypatch.setattr(nodes, "towards", lambda master, first: nodes.Interface("ib0", "192.0.2.6"))
     for name in ("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     place = words.index("--")
@@ -96,7 +96,7 @@ def test_the_container_serves_the_preset(launch, release, capsys, monkeypatch, s
         ("--max-model-len", preset.serving.context), ("--max-num-seqs", preset.serving.requests), ("--seed", 7),
     ):
         assert found[found.index(flag) + 1] == str(value)
-    assert ("--nnodes" in found) == (nodes > 1) == ("--network" in options)
+    assert ("--nnodes" in found) == (count > 1) == ("--network" in options)
     cuts = ",".join(map(str, layout.partition)) if len(layout.partition) > 1 else None
     assert document["environment"].get("VLLM_PP_LAYER_PARTITION") == cuts
 

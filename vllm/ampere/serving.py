@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Mapping, Sequence
 
 from .errors import AmpereError
-from .interfaces import Interface
+from .nodes import Node
 from .planner.plan import Plan
 
 SERVED_NAME = "deepseek-v4.1-flash"
@@ -37,22 +37,6 @@ ALIASES = {
     "--disable-auto-tool-choice": "--enable-auto-tool-choice",
     "--device-memory-utilization": "--gpu-memory-utilization",
 }
-
-
-@dataclass(frozen=True)
-class Node:
-    """One of the nodes of a server.
-
-    Attributes:
-        rank, count: its number, and how many there are.
-        master: address of node 0.
-        interface: over which the nodes meet.
-    """
-
-    rank: int
-    count: int
-    master: str
-    interface: Interface
 
 
 @dataclass(frozen=True)
@@ -111,8 +95,7 @@ def launch(
         "VLLM_ENGINE_READY_TIMEOUT_S": str(_READY_SECONDS),
     }
     if node:
-        wanted["NCCL_SOCKET_IFNAME"] = f"={node.interface.name}"  # "=" matches the whole name, not its beginning
-        wanted |= {"GLOO_SOCKET_IFNAME": node.interface.name, "VLLM_HOST_IP": node.interface.address}
+        wanted |= node.interface.variables
     kept = {name: value for name, value in wanted.items() if not environment.get(name)}
     stale = environment.get(_PARTITION)
     if stale is not None and stale != partition.get(_PARTITION):

@@ -4,8 +4,9 @@
 import re
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Mapping
 
+from .. import nodes
 from ..errors import AmpereError, UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +33,41 @@ def add_layout_options(parser: ArgumentParser) -> None:
     parser.add_argument("--requests", metavar="N", help="requests of one step (default: 32)")
     parser.add_argument("--no-draft", action="store_true", help="without DSpark")
     parser.add_argument("--no-images", action="store_true", help="without the vision tower")
+
+
+def add_node_options(parser: ArgumentParser) -> None:
+    """Add the options that say which of several nodes this machine is."""
+    parser.add_argument("--nodes", type=int, metavar="N", help="this machine is one of N alike (default: 1, or as planned)")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="number of this node, from 0")
+    parser.add_argument("--master-addr", metavar="HOST", help="address of node 0, as the other nodes reach it")
+    parser.add_argument("--interface", metavar="NAME", help="network interface between nodes (default: towards node 0)")
+
+
+def this_node(arguments: Namespace, count: int, what: str, environment: Mapping[str, str]) -> nodes.Node | None:
+    """This machine as one of `count` nodes; None if `what` takes one only.
+
+    Raises:
+        UsageError: the options of nodes are missing, useless or out of range.
+        AmpereError: the nodes could not meet.
+    """
+    rank, master = arguments.node_rank, arguments.master_addr
+    if count == 1:
+        if rank is not None or master or arguments.interface:
+            raise UsageError(
+                f"{what} takes one node: --node-rank, --master-addr and --interface have no use",
+                "say that there are more: --nodes 2",
+            )
+        return None
+    if rank is None or not master:
+        raise UsageError(
+            f"{what} takes {count} nodes: --node-rank and --master-addr are needed",
+            "run the same command on each, with --node-rank 0 on the node of --master-addr and 1 on the next",
+        )
+    if not 0 <= rank < count:
+        raise UsageError(f"--node-rank {rank} is not one of {count} nodes", f"they count from 0 to {count - 1}")
+    name = arguments.interface or environment.get("GLOO_SOCKET_IFNAME")
+    interface = nodes.named(name) if name else nodes.towards(master, first=rank == 0)
+    return nodes.Node(rank, count, master, interface)
 
 
 def require_pydantic() -> None:

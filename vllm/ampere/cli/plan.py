@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-ampere plan`: which layouts fit a box of cards, what each card holds, and the arguments to serve with."""
 
+import os
 import shlex
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ def register(commands) -> None:
     box.add_layout_options(parser)
     parser.add_argument("--all", action="store_true", help="every layout, with the reason where it is refused")
     choice.add_argument("--presets", action="store_true", help="every preset, planned")
+    choice.add_argument("--probe", action="store_true", help="time the links of this machine's cards; JSON for --inventory")
+    box.add_node_options(parser)
     formats = ("table", "json", "args")
     parser.add_argument("--format", choices=formats, default="table", help="how to print (default: table)")
     parser.set_defaults(run=_run)
@@ -53,8 +56,12 @@ def _run(arguments: Namespace, console: Console) -> int:
     from ..planner import presets, search
     from ..planner.plan import make_plan
 
-    if console.format == "args" and (arguments.all or arguments.presets):
-        raise UsageError("--format args prints one layout, not a list", "leave out --all and --presets")
+    if console.format == "args" and (arguments.all or arguments.presets or arguments.probe):
+        raise UsageError("--format args prints one layout", "leave out --all, --presets and --probe")
+    if arguments.probe:
+        return _probe(arguments, console)
+    if arguments.nodes or arguments.node_rank is not None or arguments.master_addr or arguments.interface:
+        raise UsageError("--nodes, --node-rank, --master-addr and --interface go with --probe", "write --gpus 2x8x40")
     if arguments.presets:
         table = box.weight_table(arguments.model)
         changes = box.serving_changes(arguments)
@@ -70,6 +77,44 @@ def _run(arguments: Namespace, console: Console) -> int:
         return _list(search.search(table, inventory, serving), console)
     plan = make_plan(table, inventory, layout, serving) if layout else search.search(table, inventory, serving)[0]
     return _one(table, plan, console)
+
+
+def _probe(arguments: Namespace, console: Console) -> int:
+    """Print this machine's box with its links as measured."""
+    from ..planner import inventory, probe
+
+    environment = dict(os.environ)
+    try:
+        cards = inventory.detect(environment.get("CUDA_VISIBLE_DEVICES"))
+    except AmpereError as error:
+        raise AmpereError(f"there is nothing to measure: {error}", "run it where the cards are") from error
+    cards = cards.model_copy(update={"nodes": arguments.nodes or 1})
+    node = box.this_node(arguments, cards.nodes, "the box", environment)
+    console.progress(f"timing {cards.total} cards; nothing else should run on them")
+    measured = probe.measure(cards, node)
+    if node and node.rank:
+        console.progress("measured; node 0 prints the figures")
+    elif console.format == "json":
+        console.document(measured.model_dump(mode="json", exclude_none=True))
+    else:
+        _show_links(measured, console)
+    return 0
+
+
+def _show_links(measured: "Inventory", console: Console) -> None:
+    rows = [
+        {"what": each.what, "over": each.link, "cards": each.cards, "bytes": f"{each.nbytes:,}", "us": f"{each.us:.1f}",
+         "GB/s": f"{each.gb_s:.2f}"}
+        for each in measured.samples
+    ]
+    console.table(rows, ("what", "over", "cards", "bytes", "us", "GB/s"))
+    console.text("")
+    links = [
+        {"link": kind, "latency us": f"{link.latency_us:.2f}", "GB/s": f"{link.gb_s:.2f}"}
+        for kind, link in measured.links.items()
+    ]
+    console.table(links, ("link", "latency us", "GB/s"))
+    console.hint("write it with --format json to a file, and plan with --inventory FILE")
 
 
 def _asked(arguments: Namespace) -> "tuple[Inventory, Layout | None, Serving]":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..planner.inventory import Inventory
     from ..planner.plan import Plan
     from ..planner.presets import Preset
-    from ..serving import Launch, Node
+    from ..serving import Launch
 
 
 def register(commands) -> None:
@@ -32,10 +32,7 @@ def register(commands) -> None:
     parser.add_argument("--preset", metavar="NAME", help="a layout and how to serve on it (`plan --presets` lists them)")
     box.add_box_options(parser, parser.add_mutually_exclusive_group())
     box.add_layout_options(parser)
-    parser.add_argument("--nodes", type=int, metavar="N", help="this machine is one of N alike (default: the preset's)")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="number of this node, from 0")
-    parser.add_argument("--master-addr", metavar="HOST", help="address of node 0, as the other nodes reach it")
-    parser.add_argument("--interface", metavar="NAME", help="network interface between nodes (default: towards node 0)")
+    box.add_node_options(parser)
     parser.add_argument("--skip-doctor", action="store_true", help="start without checking the machine")
     parser.add_argument("--dry-run", action="store_true", help="print the environment and the command, and stop")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of --dry-run (default: table)")
@@ -45,7 +42,7 @@ def register(commands) -> None:
 def _run(arguments: Namespace, console: Console) -> int:
     box.require_pydantic()
     from ..planner import presets
-    from ..serving import launch
+    from ..serving import launch, node_count
 
     preset = presets.load(arguments.preset) if arguments.preset else None
     environment = dict(os.environ)
@@ -54,7 +51,7 @@ def _run(arguments: Namespace, console: Console) -> int:
         if not arguments.skip_doctor:
             _examine(arguments, console)
     plan = _plan(arguments, preset, environment, console)
-    node = _node(arguments, plan, environment)
+    node = box.this_node(arguments, node_count(plan), str(plan.layout), environment)
     start = launch(plan, arguments.model, envs.cache_home(), arguments.given, environment, node)
     for line in [*plan.warnings, *start.warnings]:
         console.warning(line)
@@ -146,29 +143,3 @@ def _cards(
     if arguments.nodes not in (None, cards.nodes):
         raise UsageError(f"--nodes {arguments.nodes} contradicts a box of {cards.nodes}", "leave out one of the two")
     return cards
-
-
-def _node(arguments: Namespace, plan: "Plan", environment: Mapping[str, str]) -> "Node | None":
-    """This node of several; None where the plan takes one."""
-    from .. import interfaces
-    from ..serving import Node, node_count
-
-    count = node_count(plan)
-    rank, master = arguments.node_rank, arguments.master_addr
-    if count == 1:
-        if rank is not None or master or arguments.interface:
-            raise UsageError(
-                f"{plan.layout} takes one node: --node-rank, --master-addr and --interface have no use",
-                "for two nodes name a preset of two, or --nodes 2, or --gpus 2x8x40",
-            )
-        return None
-    if rank is None or not master:
-        raise UsageError(
-            f"{plan.layout} takes {count} nodes: --node-rank and --master-addr are needed",
-            "run the same command on each, with --node-rank 0 on the node of --master-addr and 1 on the next",
-        )
-    if not 0 <= rank < count:
-        raise UsageError(f"--node-rank {rank} is not one of {count} nodes", f"they count from 0 to {count - 1}")
-    name = arguments.interface or environment.get("GLOO_SOCKET_IFNAME")
-    interface = interfaces.named(name) if name else interfaces.towards(master, first=rank == 0)
-    return Node(rank, count, master, interface)

@@ -43,6 +43,30 @@ class Link(BaseModel):
     gb_s: Annotated[float, Field(gt=0)]
 
 
+class Sample(BaseModel):
+    """One thing that `plan --probe` timed.
+
+    Attributes:
+        what: "all-reduce", "message" from the first card of a group to the last, or "from host" to all cards at once.
+        link: the slowest link on the way; "host" for the last.
+        cards: that took part.
+        nbytes, us: size and time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    what: str
+    link: str
+    cards: int
+    nbytes: int
+    us: Annotated[float, Field(gt=0)]
+
+    @property
+    def gb_s(self) -> float:
+        """Bytes over time."""
+        return self.nbytes / self.us / 1e3
+
+
 # Latencies that reproduce single published figures (docs/en/topologies.md): 14 us for an all-reduce over NVLink,
 # 44 us over two sockets, 15 us for one hop between nodes. Below one switch is an estimate.
 LINKS = {
@@ -64,6 +88,7 @@ class Inventory(BaseModel):
         card_gb_s: bandwidth of a card's memory; None looks it up by size.
         host_gib: host memory of a node that may be pinned; None leaves it unchecked.
         links: measured links that replace the defaults.
+        samples: what `links` was made from; no plan reads them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -76,6 +101,7 @@ class Inventory(BaseModel):
     card_gb_s: Annotated[float, Field(gt=0)] | None = None
     host_gib: Annotated[float, Field(gt=0)] | None = None
     links: dict[LinkKind, Link] = {}
+    samples: tuple[Sample, ...] = ()
 
     @model_validator(mode="after")
     def _cards_of_a_node_are_linked(self) -> "Inventory":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network interface over which the nodes of a server meet.
+"""The nodes of a server, and the network interface over which they meet.
 
 NCCL and gloo each choose one by themselves, and may choose loopback or a bridge of Docker's, which no other node
 reaches; then the start hangs.
@@ -21,6 +21,30 @@ class Interface:
 
     name: str
     address: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What makes NCCL, gloo and vLLM take it."""
+        # NCCL compares the beginning of a name, and the whole of it behind "=".
+        return {
+            "NCCL_SOCKET_IFNAME": f"={self.name}", "GLOO_SOCKET_IFNAME": self.name, "VLLM_HOST_IP": self.address,
+        }
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of several nodes.
+
+    Attributes:
+        rank, count: its number, and how many there are.
+        master: address of node 0.
+        interface: over which they meet.
+    """
+
+    rank: int
+    count: int
+    master: str
+    interface: Interface
 
 
 def interfaces() -> list[Interface]:
