@@ -198,6 +198,13 @@ def test_dry_run_can_be_pasted(serve, release, monkeypatch, tmp_path):
     assert document["unset"] == ["VLLM_PP_LAYER_PARTITION"] and "VLLM_PP_LAYER_PARTITION" not in variables
 
 
+def test_a_draft_as_asked(dry, release):
+    document, err = dry(release, "--preset", "a100-80g-x8-tp8", "--draft-tokens", 3)
+    assert options(document)["--speculative-config"] == '{"method":"dspark","num_speculative_tokens":3}'
+    assert "warning: a draft of 3 tokens: the checkpoint drafts 5" in err
+    assert "--speculative-config" not in options(dry(release, "--preset", "a100-80g-x8-tp8", "--no-draft")[0])
+
+
 def test_the_users_variables_stay(dry, release, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "8,32")

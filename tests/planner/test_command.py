@@ -2,6 +2,7 @@
 """`vllm-ampere plan` in process: what it prints, and one line and a hint for every mistake."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from vllm.ampere.cli import main as cli
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.planner import presets
 
-DOCS = Path(__file__).resolve().parents[2] / "docs/en/topologies.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_checkpoint_is_read_from_its_headers(plan, tmp_path):
         (("--gpus", "8x80", "--preset", "a100-80g-x8-tp8"), 2, "not allowed with argument"),
         (("--gpus", "8x80", "--all", "--format", "args"), 2, "--format args prints one layout"),
         (("--inventory", "nowhere.json"), 2, "cannot read nowhere.json"),
-        (("--gpus", "8x80", "--model", DOCS), 1, "this is a file, not a checkpoint folder"),
+        (("--gpus", "8x80", "--model", __file__), 1, "this is a file, not a checkpoint folder"),
         (("--gpus", "8x80", "--model", "nowhere"), 1, "nowhere: there is no such folder"),
     ],
 )
@@ -142,6 +143,18 @@ def test_without_pydantic(plan, monkeypatch):
     assert (status, out) == (1, "") and "needs the package pydantic" in err
 
 
-def test_the_guide_shows_what_the_planner_prints(plan):
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_guide_shows_what_the_planner_prints(plan, language):
     _, out, _ = plan("--presets")
-    assert f"```\n{out}```" in DOCS.read_text()
+    assert f"```\n{out}```" in (DOCS / language / "topologies.md").read_text()
+
+
+def test_the_translated_guide_has_the_same_figures():
+    """Section by section the same numbers of three characters and more; smaller ones may be written as words."""
+    def figures(language):
+        # A Chinese guide counts by ten thousands.
+        text = re.sub(r"(\d+) 万", lambda m: f"{int(m[1]) / 100:g} million", (DOCS / language / "topologies.md").read_text())
+        found = [re.findall(r"\d[\d,.]+\d", section) for section in text.split("\n## ")]
+        return [{float(figure.replace(",", "")) for figure in section if figure.count(".") < 2} for section in found]
+
+    assert figures("en") == figures("zh")

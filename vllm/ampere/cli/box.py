@@ -31,7 +31,9 @@ def add_layout_options(parser: ArgumentParser) -> None:
     parser.add_argument("--context", metavar="TOKENS", help="longest request, as 262144, 256K or 1M (default: 1M)")
     parser.add_argument("--batched-tokens", metavar="TOKENS", help="tokens of one step (default: 8192)")
     parser.add_argument("--requests", metavar="N", help="requests of one step (default: 32)")
-    parser.add_argument("--no-draft", action="store_true", help="without DSpark")
+    draft = parser.add_mutually_exclusive_group()
+    draft.add_argument("--draft-tokens", metavar="N", help="tokens that DSpark drafts a step (default: 5)")
+    draft.add_argument("--no-draft", action="store_true", help="without DSpark")
     parser.add_argument("--no-images", action="store_true", help="without the vision tower")
 
 
@@ -129,7 +131,8 @@ def named_layout(arguments: Namespace, box: "Inventory") -> "Layout | None":
 
 def serving_changes(arguments: Namespace) -> dict[str, Any]:
     """Fields of `Serving` that the command line sets."""
-    asked = {"context": arguments.context, "batched_tokens": arguments.batched_tokens, "requests": arguments.requests}
+    names = ("context", "batched_tokens", "requests", "draft_tokens")
+    asked = {name: getattr(arguments, name) for name in names}
     update: dict[str, Any] = {name: _tokens(name, word) for name, word in asked.items() if word is not None}
     if arguments.no_draft:
         update["draft_tokens"] = 0

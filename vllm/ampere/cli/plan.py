@@ -127,7 +127,7 @@ def _asked(arguments: Namespace) -> "tuple[Inventory, Layout | None, Serving]":
     if arguments.preset:
         preset = presets.load(arguments.preset)
         cards, layout, serving = preset.inventory, preset.layout, preset.serving
-    cards = cards or inventory.detect()
+    cards = cards or inventory.detect(dict(os.environ).get("CUDA_VISIBLE_DEVICES"))
     layout = box.named_layout(arguments, cards) or layout
     return cards, layout, serving.model_copy(update=box.serving_changes(arguments))
 

@@ -285,6 +285,11 @@ def _warnings(plan: Plan, spec: ModelSpec) -> list[str]:
             f"a tensor group spans nodes: {count} reductions x {each:.0f} us = {count * each / 1e3:.1f} ms a step; "
             "put pipeline stages on nodes instead"
         )
+    if plan.serving.draft_tokens not in (0, spec.dspark_block_size):
+        found.append(
+            f"a draft of {plan.serving.draft_tokens} tokens: the checkpoint drafts {spec.dspark_block_size}, and others "
+            "have been reported to be accepted less"
+        )
     if not plan.serving.huge_pages and any(plan.host_bytes):
         found.append("without use_thp each pinned engram table takes a power of two of host memory")
     return found
