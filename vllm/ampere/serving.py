@@ -18,8 +18,14 @@ from .nodes import Node
 from .planner.plan import Plan
 
 SERVED_NAME = "deepseek-v4.1-flash"
-# The names under which vLLM registers the reasoning and the tool-call parser of V4.1.
+# The name under which vLLM registers the reasoning and the tool-call parser of V4.1.
 PARSER = "deepseek_v41"
+_FRONTEND = {
+    "--served-model-name": SERVED_NAME,
+    "--reasoning-parser": PARSER,
+    "--enable-auto-tool-choice": None,
+    "--tool-call-parser": PARSER,
+}
 # The plan's own; a variable of that name left over from another plan would cut the layers elsewhere.
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 # 475 GiB from a network disk take longer than vLLM's ten minutes.
@@ -81,7 +87,7 @@ def launch(
         environment: of the caller. Its variables stay as they are, except for the partition, which is the plan's.
         node: this node of several; None where one node serves.
     """
-    ours = {**_pairs(plan.arguments()), **_pairs(_serving_words())}
+    ours = _pairs(plan.arguments()) | _FRONTEND
     if node:
         ours |= {"--nnodes": str(node.count), "--node-rank": str(node.rank), "--master-addr": node.master}
         ours |= {"--headless": None} if node.rank else {}
@@ -142,13 +148,6 @@ def node_count(plan: Plan) -> int:
             "a layout over several nodes must take all of their cards",
         )
     return count
-
-
-def _serving_words() -> list[str]:
-    return [
-        *("--served-model-name", SERVED_NAME, "--reasoning-parser", PARSER),
-        *("--enable-auto-tool-choice", "--tool-call-parser", PARSER),
-    ]
 
 
 def _first_flag(words: Sequence[str]) -> int:
