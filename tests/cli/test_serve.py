@@ -364,3 +364,12 @@ def test_without_vllm_nothing_is_started(start, monkeypatch):
     monkeypatch.setattr(tree, "locate", none)
     status, err, called, seen = start()
     assert (status, called, seen) == (1, [], []) and "no vLLM is installed" in err
+
+
+def test_a_build_without_the_doctor_says_so(start, monkeypatch):
+    def run_without(*_, **__):
+        monkeypatch.setitem(sys.modules, "vllm.ampere.doctor", None)
+
+    monkeypatch.setattr(tree, "locate", run_without)
+    _, err, called, _ = start()
+    assert len(called) == 1 and "warning: this build has no doctor: the machine is not checked" in err
