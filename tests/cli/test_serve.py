@@ -267,6 +267,7 @@ def test_the_cards_of_this_machine_are_planned_for(dry, serve, release, monkeypa
     (("{release}", "--gpus", "8x24", "--preset", "a100-80g-x8-tp8"), 1, "lacks 35.70 GiB", "without the draft:"),
     (("{release}", "--gpus", "6x64", "--partition", "14,14,12"), 1, "a stage cannot start at layer 28", "plan --all"),
     (("{release}", "--gpus", "8x80", "--nodes", "2"), 2, "--nodes 2 contradicts a box of 1", "leave out one"),
+    (("{release}", "--nodes", "0"), 2, "'0' is no count", "serve --help"),
     (("{release}", "--gpus", "8x80", "--node-rank", "0"), 2, "takes one node", "--nodes 2"),
     (("{release}", "--gpus", "2x8x40", "--link", "nvlink", "--node-rank", "0"), 2, "--master-addr are needed", "same"),
     (("{release}", "--gpus", "2x8x40", "--node-rank", "2", "--master-addr", "192.0.2.5"), 2, "is not one of 2", "0 to 1"),

@@ -77,7 +77,7 @@ def test_the_container_serves_the_preset(launch, release, capsys, monkeypatch, s
     options, words = split(called)
     assert status == 0 and words[:4] == ["serve", "/model", "--preset", SCRIPTS[script]]
     assert f"type=bind,source={release},target=/model,readonly" in options
-    monkeypatch.setattr(nodes, "towards", lambda master, first: nodes.Interface("ib0", "192.0.2.6"))
+    monkeypatch.setattr(nodes, "towards", lambda master, rank: nodes.Interface("ib0", "192.0.2.6"))
     for name in ("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     place = words.index("--")

@@ -122,6 +122,16 @@ def test_islands(monkeypatch, sockets, island):
     assert detect().island == island
 
 
+def test_sockets_that_the_driver_does_not_tell(monkeypatch):
+    def ancestor(first, other):
+        raise _Fault("Not Supported")
+
+    driver = _driver(["A800"] * 8, nvlink=False)
+    driver.nvmlDeviceGetTopologyCommonAncestor = ancestor
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert detect().island == 4
+
+
 @pytest.mark.parametrize("visible, cards", [("0,1,5", 3), ("GPU-00000002, 3", 2), ("7", 1), (None, 8)])
 def test_visible_cards(monkeypatch, visible, cards):
     monkeypatch.setitem(sys.modules, "pynvml", _driver(["A800"] * 8, sockets="00001111"))

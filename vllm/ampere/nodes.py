@@ -78,15 +78,15 @@ def named(name: str) -> Interface:
     raise UsageError(f"there is no network interface {name!r} with an address", f"there are {_candidates()}")
 
 
-def towards(master: str, first: bool) -> Interface:
+def towards(master: str, rank: int) -> Interface:
     """The interface over which this node and the first one meet.
 
     Args:
         master: address or name of the first node.
-        first: this is the first node.
+        rank: number of this node.
 
     Raises:
-        AmpereError: the name does not resolve, no route leads there, the route ends in this machine, or `first`
+        AmpereError: the name does not resolve, no route leads there, the route ends in this machine, or the rank
             contradicts whose address it is.
     """
     try:
@@ -103,10 +103,10 @@ def towards(master: str, first: bool) -> Interface:
             f"--master-addr {master} is reached over {name}, which no other node reaches",
             f"give an address of one of {_candidates()}, or name the interface with --interface",
         )
-    if first != (own == target[0]):
-        whose = "not an address of this node" if first else "this node's own address"
+    if (rank == 0) != (own == target[0]):
+        whose = "this node's own address" if rank else "not an address of this node"
         raise AmpereError(
-            f"--node-rank {0 if first else 1} does not go with --master-addr {master}, which is {whose}",
+            f"--node-rank {rank} does not go with --master-addr {master}, which is {whose}",
             "the node of --master-addr has --node-rank 0, the others count on from 1",
         )
     return Interface(name, own)

@@ -2,7 +2,7 @@
 """The options that `plan` and `serve` share: a checkpoint, a box of cards, a layout, and how to serve on it."""
 
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping
 
@@ -39,7 +39,7 @@ def add_layout_options(parser: ArgumentParser) -> None:
 
 def add_node_options(parser: ArgumentParser) -> None:
     """Add the options that say which of several nodes this machine is."""
-    parser.add_argument("--nodes", type=int, metavar="N", help="this machine is one of N alike (default: 1, or as planned)")
+    parser.add_argument("--nodes", type=_count, metavar="N", help="this machine is one of N alike (default: 1, or as planned)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this node, from 0")
     parser.add_argument("--master-addr", metavar="HOST", help="address of node 0, as the other nodes reach it")
     parser.add_argument("--interface", metavar="NAME", help="network interface between nodes (default: towards node 0)")
@@ -68,7 +68,7 @@ def this_node(arguments: Namespace, count: int, what: str, environment: Mapping[
     if not 0 <= rank < count:
         raise UsageError(f"--node-rank {rank} is not one of {count} nodes", f"they count from 0 to {count - 1}")
     name = arguments.interface or environment.get("GLOO_SOCKET_IFNAME")
-    interface = nodes.named(name) if name else nodes.towards(master, first=rank == 0)
+    interface = nodes.named(name) if name else nodes.towards(master, rank)
     return nodes.Node(rank, count, master, interface)
 
 
@@ -139,6 +139,12 @@ def serving_changes(arguments: Namespace) -> dict[str, Any]:
     if arguments.no_images:
         update["images"] = False
     return update
+
+
+def _count(word: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", word):
+        raise ArgumentTypeError(f"{word!r} is no count")
+    return int(word)
 
 
 def _tokens(name: str, word: str) -> int:

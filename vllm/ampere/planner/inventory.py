@@ -16,6 +16,8 @@ from ..errors import AmpereError, UsageError
 
 # Bytes a second of a card's own memory, by its size, in GB/s: A100 and A800 80, GA100 64, A6000 48, A100 40, 3090 24.
 _CARD_GB_S = {80: 1935.0, 64: 1640.0, 48: 768.0, 40: 1555.0, 24: 936.0}
+# Eight cards on two sockets are the common box.
+_ISLAND = 4
 _SHAPE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?)")
 _SHAPE_HINT = "write CARDSxGIB, as 8x80, or NODESxCARDSxGIB, as 2x8x40"
 
@@ -97,7 +99,7 @@ class Inventory(BaseModel):
     cards: Annotated[int, Field(ge=1)]
     card_gib: Annotated[float, Field(gt=0)]
     link: LinkKind = LinkKind.PCIE
-    island: Annotated[int, Field(ge=1)] = 4
+    island: Annotated[int, Field(ge=1)] = _ISLAND
     card_gb_s: Annotated[float, Field(gt=0)] | None = None
     host_gib: Annotated[float, Field(gt=0)] | None = None
     links: dict[LinkKind, Link] = {}
@@ -209,17 +211,17 @@ def _named(word: str, uuids: list[str]) -> list[int]:
 
 
 def _island(pynvml: Any, handles: list[Any]) -> int:
-    """The most cards in a row that are always on one socket."""
-    def together(first: Any, other: Any) -> bool:
-        return pynvml.nvmlDeviceGetTopologyCommonAncestor(first, other) < pynvml.NVML_TOPOLOGY_SYSTEM
-
+    """The most cards in a row that are always on one socket; the default where the driver does not say."""
     count = len(handles)
-    for size in range(count, 1, -1):
-        if count % size == 0 and all(
-            together(handles[i - i % size], handles[i]) for i in range(count) if i % size
-        ):
-            return size
-    return 1
+
+    def together(size: int) -> bool:
+        pairs = ((handles[i - i % size], handles[i]) for i in range(count) if i % size)
+        return all(pynvml.nvmlDeviceGetTopologyCommonAncestor(*pair) < pynvml.NVML_TOPOLOGY_SYSTEM for pair in pairs)
+
+    try:
+        return next((size for size in range(count, 1, -1) if count % size == 0 and together(size)), 1)
+    except pynvml.NVMLError:
+        return _ISLAND
 
 
 def _has_nvlink(pynvml: Any, handle: Any) -> bool:
