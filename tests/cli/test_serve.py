@@ -8,15 +8,15 @@ import os
 import shlex
 import subprocess
 import sys
-from enum import StrEnum
 from types import SimpleNamespace
 
 import pytest
 
 from tests.planner.hollow import write_hollow
-from vllm.ampere import nodes, serving
+from vllm.ampere import doctor, nodes, serving
 from vllm.ampere.cli import box
 from vllm.ampere.cli import main as cli
+from vllm.ampere.doctor import Finding, Status
 from vllm.ampere.errors import PatchError
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.patching import tree
@@ -313,9 +313,7 @@ def start(serve, release, monkeypatch):
             seen.append((preset, model))
             return list(findings)
 
-        doctor = SimpleNamespace(Status=Status, System=lambda: None, run_checks=run_checks)
-        monkeypatch.setitem(sys.modules, "vllm.ampere.doctor", doctor)
-        monkeypatch.setattr("vllm.ampere.doctor", doctor, raising=False)
+        monkeypatch.setattr(doctor, "run_checks", run_checks)
         status, out, err = serve(release, "--gpus", "8x80", "--preset", "a100-80g-x8-tp8", *words)
         assert not out
         return status, err, called, seen
@@ -323,11 +321,8 @@ def start(serve, release, monkeypatch):
     return run
 
 
-Status = StrEnum("Status", {"OK": "ok", "FAIL": "FAIL", "WARN": "warn", "UNKNOWN": "?"})
-
-
 def finding(code, status):
-    return SimpleNamespace(code=code, status=status, title="what", seen=f"seen by {code}", fix=f"mend {code}")
+    return Finding(code, "what", status, f"seen by {code}", f"mend {code}")
 
 
 WELL = (finding("AMP101", Status.OK), finding("AMP102", Status.WARN), finding("AMP103", Status.UNKNOWN))
@@ -365,12 +360,3 @@ def test_without_vllm_nothing_is_started(start, monkeypatch):
     monkeypatch.setattr(tree, "locate", none)
     status, err, called, seen = start()
     assert (status, called, seen) == (1, [], []) and "no vLLM is installed" in err
-
-
-def test_a_build_without_the_doctor_says_so(start, monkeypatch):
-    def run_without(*_, **__):
-        monkeypatch.setitem(sys.modules, "vllm.ampere.doctor", None)
-
-    monkeypatch.setattr(tree, "locate", run_without)
-    _, err, called, _ = start()
-    assert len(called) == 1 and "warning: this build has no doctor: the machine is not checked" in err

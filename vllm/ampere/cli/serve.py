@@ -77,11 +77,8 @@ def _examine(arguments: Namespace, console: Console) -> None:
     Raises:
         AmpereError: a check failed.
     """
-    try:
-        from ..doctor import Status, System, run_checks
-    except ImportError:
-        console.warning("this build has no doctor: the machine is not checked")
-        return
+    from ..doctor import Status, System, run_checks
+
     console.progress("checking this machine")
     failed = []
     for finding in run_checks(System(), preset=arguments.preset, model=arguments.model):
