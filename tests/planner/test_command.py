@@ -2,20 +2,19 @@
 """`vllm-ampere plan` in process: what it prints, and one line and a hint for every mistake."""
 
 import json
+import re
 import shlex
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
+from tests.planner.hollow import write_hollow
 from vllm.ampere.cli import main as cli
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.planner import presets
-from vllm.ampere.planner.weights import RELEASED_VISION
-from vllm.ampere.tensor_table import expected_tensors
 
-DOCS = Path(__file__).resolve().parents[2] / "docs/en/topologies.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture
@@ -95,28 +94,10 @@ def test_options_reach_the_plan(plan):
     assert json.loads(plan(*preset, *whole)[1])["stages"][0]["weight_bytes"]["expert_padding"] == 0
 
 
-def _folder(tmp_path, **changes):
-    """A checkpoint folder whose only shard has a true header and a hole for the values."""
-    spec = ModelSpec(engram_layer_ids=(), engram_num_embeddings=(), moe_intermediate_size=256, n_routed_experts=8,
-                     dspark_n_routed_experts=8, **changes)
-    config = spec.to_config()
-    config["vision_config"].update(RELEASED_VISION)
-    tensors = list(expected_tensors(config))
-    ends = list(accumulate(tensor.nbytes for tensor in tensors))
-    header = json.dumps({
-        tensor.name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end - tensor.nbytes, end]}
-        for tensor, end in zip(tensors, ends)
-    }).encode()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + ends[-1])
-    return spec, tensors
-
-
 def test_a_checkpoint_is_read_from_its_headers(plan, tmp_path):
-    spec, tensors = _folder(tmp_path, vision_layers=0)
+    spec = ModelSpec(vision_layers=0, engram_layer_ids=(), engram_num_embeddings=(), moe_intermediate_size=256,
+                     n_routed_experts=8, dspark_n_routed_experts=8)
+    tensors = write_hollow(tmp_path, spec)
     status, out, err = plan("--model", tmp_path, "--gpus", "1x80", "--format", "json")
     found = json.loads(out)
     assert (status, err) == (0, "")
@@ -145,7 +126,7 @@ def test_a_checkpoint_is_read_from_its_headers(plan, tmp_path):
         (("--gpus", "8x80", "--preset", "a100-80g-x8-tp8"), 2, "not allowed with argument"),
         (("--gpus", "8x80", "--all", "--format", "args"), 2, "--format args prints one layout"),
         (("--inventory", "nowhere.json"), 2, "cannot read nowhere.json"),
-        (("--gpus", "8x80", "--model", DOCS), 1, "this is a file, not a checkpoint folder"),
+        (("--gpus", "8x80", "--model", __file__), 1, "this is a file, not a checkpoint folder"),
         (("--gpus", "8x80", "--model", "nowhere"), 1, "nowhere: there is no such folder"),
     ],
 )
@@ -162,6 +143,18 @@ def test_without_pydantic(plan, monkeypatch):
     assert (status, out) == (1, "") and "needs the package pydantic" in err
 
 
-def test_the_guide_shows_what_the_planner_prints(plan):
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_guide_shows_what_the_planner_prints(plan, language):
     _, out, _ = plan("--presets")
-    assert f"```\n{out}```" in DOCS.read_text()
+    assert f"```\n{out}```" in (DOCS / language / "topologies.md").read_text()
+
+
+def test_the_translated_guide_has_the_same_figures():
+    """Section by section the same numbers of three characters and more; smaller ones may be written as words."""
+    def figures(language):
+        # A Chinese guide counts by ten thousands.
+        text = re.sub(r"(\d+) 万", lambda m: f"{int(m[1]) / 100:g} million", (DOCS / language / "topologies.md").read_text())
+        found = [re.findall(r"\d[\d,.]+\d", section) for section in text.split("\n## ")]
+        return [{float(figure.replace(",", "")) for figure in section if figure.count(".") < 2} for section in found]
+
+    assert figures("en") == figures("zh")

@@ -78,7 +78,8 @@ class _Fault(Exception):
     pass
 
 
-def _driver(names, sizes=None, nvlink=True, fault=False):
+def _driver(names, sizes=None, nvlink=True, fault=False, sockets=None):
+    """A driver of these cards; each keeps 870 MiB for itself, and `sockets` says on which socket each is."""
     def init():
         if fault:
             raise _Fault("Driver Not Loaded")
@@ -88,18 +89,60 @@ def _driver(names, sizes=None, nvlink=True, fault=False):
             raise _Fault("Not Supported")
         return 1
 
+    def memory(handle, version):
+        return types.SimpleNamespace(total=(sizes or [80 * 2**30] * len(names))[handle], reserved=870 * 2**20)
+
+    def ancestor(first, other):
+        return 40 if sockets is None or sockets[first] == sockets[other] else 50
+
     return types.SimpleNamespace(
-        NVMLError=_Fault, nvmlInit=init, nvmlDeviceGetCount=lambda: len(names), nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetName=lambda i: names[i], nvmlDeviceGetNvLinkState=state,
-        nvmlDeviceGetMemoryInfo=lambda i: types.SimpleNamespace(total=(sizes or [80 * 2**30] * len(names))[i]),
+        NVMLError=_Fault, NVML_TOPOLOGY_SYSTEM=50, nvmlMemory_v2=2, nvmlInit=init,
+        nvmlDeviceGetCount=lambda: len(names), nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetName=lambda i: names[i], nvmlDeviceGetUUID=lambda i: f"GPU-0000000{i}",
+        nvmlDeviceGetNvLinkState=state, nvmlDeviceGetMemoryInfo=memory, nvmlDeviceGetTopologyCommonAncestor=ancestor,
     )
+
+
+USABLE = 80 - 870 / 1024
 
 
 def test_detect(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", _driver(["NVIDIA A800 80GB PCIe"] * 4, nvlink=False))
-    assert detect() == Inventory(cards=4, card_gib=80, link="pcie")
+    assert detect() == Inventory(cards=4, card_gib=USABLE, link="pcie", island=4)
     monkeypatch.setitem(sys.modules, "pynvml", _driver([b"NVIDIA A100-SXM4-80GB"] * 8))
     assert detect().link is LinkKind.NVLINK
+
+
+@pytest.mark.parametrize(
+    "sockets, island",
+    [("00001111", 4), ("00000000", 8), ("00112233", 2), ("01010101", 1), ("00011111", 1), ("000111", 3)],
+)
+def test_islands(monkeypatch, sockets, island):
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(["A800"] * len(sockets), nvlink=False, sockets=sockets))
+    assert detect().island == island
+
+
+def test_sockets_that_the_driver_does_not_tell(monkeypatch):
+    def ancestor(first, other):
+        raise _Fault("Not Supported")
+
+    driver = _driver(["A800"] * 8, nvlink=False)
+    driver.nvmlDeviceGetTopologyCommonAncestor = ancestor
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert detect().island == 4
+
+
+@pytest.mark.parametrize("visible, cards", [("0,1,5", 3), ("GPU-00000002, 3", 2), ("7", 1), (None, 8)])
+def test_visible_cards(monkeypatch, visible, cards):
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(["A800"] * 8, sockets="00001111"))
+    assert detect(visible).cards == cards
+
+
+@pytest.mark.parametrize("visible", ["", "8", "-1", "GPU-9", "GPU-"])
+def test_no_visible_card(monkeypatch, visible):
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(["A800"] * 8))
+    with pytest.raises(AmpereError, match="no NVIDIA cards that may be used"):
+        detect(visible)
 
 
 @pytest.mark.parametrize(

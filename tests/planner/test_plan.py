@@ -74,6 +74,13 @@ def test_host_memory_is_checked_by_node(table):
     assert not make_plan(table, box, layout, Serving()).refusals
 
 
+@pytest.mark.parametrize("drafted, warned", [(0, False), (5, False), (3, True), (7, True)])
+def test_a_draft_of_another_length_is_warned_of(table, drafted, warned):
+    plan = make_plan(table, BOX, TP4_PP2, Serving(draft_tokens=drafted))
+    assert not plan.refusals
+    assert any(f"a draft of {drafted} tokens: the checkpoint drafts 5" in line for line in plan.warnings) is warned
+
+
 def test_a_context_longer_than_the_models(table):
     with pytest.raises(UsageError, match="more than the model's 1048576"):
         make_plan(table, BOX, TP4_PP2, Serving(context=(1 << 20) + 1))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-ampere plan`: which layouts fit a box of cards, what each card holds, and the arguments to serve with."""
 
-import re
+import os
 import shlex
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AmpereError, UsageError
+from . import box
 from .console import Console
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..planner.weights import WeightTable
 
 _GIB = 2**30
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 # Columns of a list of layouts, and what each says.
 COLUMNS = {
     "layout": "ranks of a tensor group x pipeline stages, +EP with whole experts on each rank",
@@ -39,63 +38,83 @@ def register(commands) -> None:
     """Add the command to a subparser collection."""
     parser = commands.add_parser("plan", help="which layouts fit a box of cards", description=__doc__)
     parser.add_argument("--model", metavar="DIR", help="a checkpoint, read from its headers (default: the release)")
-    box = parser.add_mutually_exclusive_group()
-    box.add_argument("--preset", metavar="NAME", help="a box, a layout and how to serve on it, by name")
-    box.add_argument("--gpus", metavar="8x80", help="cards x GiB, or nodes x cards x GiB (default: this machine's)")
-    box.add_argument("--inventory", metavar="FILE", help="the box as JSON")
-    parser.add_argument("--link", choices=("pcie", "nvlink"), help="what joins the cards of --gpus (default: pcie)")
-    parser.add_argument("--partition", metavar="20,20", help="one layout only: the layers of each pipeline stage")
-    parser.add_argument("--expert-parallel", action="store_true", help="with --partition: whole experts on each card")
-    parser.add_argument("--context", metavar="TOKENS", help="longest request, as 262144, 256K or 1M (default: 1M)")
-    parser.add_argument("--batched-tokens", metavar="TOKENS", help="tokens of one step (default: 8192)")
-    parser.add_argument("--requests", metavar="N", help="requests of one step (default: 32)")
-    parser.add_argument("--no-draft", action="store_true", help="without DSpark")
-    parser.add_argument("--no-images", action="store_true", help="without the vision tower")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--preset", metavar="NAME", help="a box, a layout and how to serve on it, by name")
+    box.add_box_options(parser, choice)
+    box.add_layout_options(parser)
     parser.add_argument("--all", action="store_true", help="every layout, with the reason where it is refused")
-    box.add_argument("--presets", action="store_true", help="every preset, planned")
+    choice.add_argument("--presets", action="store_true", help="every preset, planned")
+    choice.add_argument("--probe", action="store_true", help="time the links of this machine's cards; JSON for --inventory")
+    box.add_node_options(parser)
     formats = ("table", "json", "args")
     parser.add_argument("--format", choices=formats, default="table", help="how to print (default: table)")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace, console: Console) -> int:
-    try:
-        import pydantic  # noqa: F401
-    except ImportError as error:
-        hint = "install vLLM, which brings it, or pydantic alone"
-        raise AmpereError("the planner needs the package pydantic, which is not installed", hint) from error
+    box.require_pydantic()
     from ..planner import presets, search
     from ..planner.plan import make_plan
 
-    if console.format == "args" and (arguments.all or arguments.presets):
-        raise UsageError("--format args prints one layout, not a list", "leave out --all and --presets")
+    if console.format == "args" and (arguments.all or arguments.presets or arguments.probe):
+        raise UsageError("--format args prints one layout", "leave out --all, --presets and --probe")
+    if arguments.probe:
+        return _probe(arguments, console)
+    if arguments.nodes or arguments.node_rank is not None or arguments.master_addr or arguments.interface:
+        raise UsageError("--nodes, --node-rank, --master-addr and --interface go with --probe", "write --gpus 2x8x40")
     if arguments.presets:
-        table = _table(arguments)
+        table = box.weight_table(arguments.model)
+        changes = box.serving_changes(arguments)
         named = {name: presets.load(name) for name in presets.names()}
         plans = {
-            name: make_plan(table, each.inventory, each.layout, each.serving.model_copy(update=_serving(arguments)))
+            name: make_plan(table, each.inventory, each.layout, each.serving.model_copy(update=changes))
             for name, each in named.items()
         }
         return _list(list(plans.values()), console, list(plans))
     inventory, layout, serving = _asked(arguments)
-    table = _table(arguments)
+    table = box.weight_table(arguments.model)
     if arguments.all:
         return _list(search.search(table, inventory, serving), console)
     plan = make_plan(table, inventory, layout, serving) if layout else search.search(table, inventory, serving)[0]
     return _one(table, plan, console)
 
 
-def _table(arguments: Namespace) -> "WeightTable":
-    from ..planner.weights import WeightTable
+def _probe(arguments: Namespace, console: Console) -> int:
+    """Print this machine's box with its links as measured."""
+    from ..planner import inventory, probe
 
-    if arguments.model is None:
-        from ..model_spec import ModelSpec
+    environment = dict(os.environ)
+    try:
+        cards = inventory.detect(environment.get("CUDA_VISIBLE_DEVICES"))
+    except AmpereError as error:
+        raise AmpereError(f"there is nothing to measure: {error}", "run it where the cards are") from error
+    cards = cards.model_copy(update={"nodes": arguments.nodes or 1})
+    node = box.this_node(arguments, cards.nodes, "the box", environment)
+    console.progress(f"timing {cards.total} cards; nothing else should run on them")
+    measured = probe.measure(cards, node)
+    if node and node.rank:
+        console.progress("measured; node 0 prints the figures")
+    elif console.format == "json":
+        console.document(measured.model_dump(mode="json", exclude_none=True))
+    else:
+        _show_links(measured, console)
+    return 0
 
-        return WeightTable(ModelSpec())
-    from ..checkpoint import inspect
 
-    report = inspect(arguments.model)
-    return WeightTable(report.spec, (stored.spec for stored in report.tensors.values()))
+def _show_links(measured: "Inventory", console: Console) -> None:
+    rows = [
+        {"what": each.what, "over": each.link, "cards": each.cards, "bytes": f"{each.nbytes:,}", "us": f"{each.us:.1f}",
+         "GB/s": f"{each.gb_s:.2f}"}
+        for each in measured.samples
+    ]
+    console.table(rows, ("what", "over", "cards", "bytes", "us", "GB/s"))
+    console.text("")
+    links = [
+        {"link": kind, "latency us": f"{link.latency_us:.2f}", "GB/s": f"{link.gb_s:.2f}"}
+        for kind, link in measured.links.items()
+    ]
+    console.table(links, ("link", "latency us", "GB/s"))
+    console.hint("write it with --format json to a file, and plan with --inventory FILE")
 
 
 def _asked(arguments: Namespace) -> "tuple[Inventory, Layout | None, Serving]":
@@ -103,54 +122,14 @@ def _asked(arguments: Namespace) -> "tuple[Inventory, Layout | None, Serving]":
     from ..planner import inventory, presets
     from ..planner.memory import Serving
 
+    cards = box.named_box(arguments)
     layout, serving = None, Serving()
-    if arguments.link and not arguments.gpus:
-        raise UsageError("--link goes with --gpus", "write --gpus 8x80 --link nvlink")
     if arguments.preset:
         preset = presets.load(arguments.preset)
-        box, layout, serving = preset.inventory, preset.layout, preset.serving
-    elif arguments.inventory:
-        box = inventory.load(Path(arguments.inventory))
-    elif arguments.gpus:
-        box = inventory.parse(arguments.gpus, arguments.link or "pcie")
-    else:
-        box = inventory.detect()
-    if arguments.partition:
-        layout = _layout(arguments, box)
-    elif arguments.expert_parallel:
-        raise UsageError("--expert-parallel goes with --partition", "write --partition 20,20 --expert-parallel")
-    return box, layout, serving.model_copy(update=_serving(arguments))
-
-
-def _layout(arguments: Namespace, box: "Inventory") -> "Layout":
-    from ..planner.plan import Layout
-
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.partition):
-        hint = "write the layers of each stage: 20,20"
-        raise UsageError(f"--partition {arguments.partition!r} is no list of layers", hint)
-    partition = tuple(map(int, arguments.partition.split(",")))
-    if box.total % len(partition):
-        raise UsageError(
-            f"{box.total} cards cannot be dealt out over {len(partition)} stages", "the stages must divide the cards"
-        )
-    return Layout(tensor=box.total // len(partition), partition=partition, expert_parallel=arguments.expert_parallel)
-
-
-def _serving(arguments: Namespace) -> dict[str, Any]:
-    asked = {"context": arguments.context, "batched_tokens": arguments.batched_tokens, "requests": arguments.requests}
-    update: dict[str, Any] = {name: _tokens(name, word) for name, word in asked.items() if word is not None}
-    if arguments.no_draft:
-        update["draft_tokens"] = 0
-    if arguments.no_images:
-        update["images"] = False
-    return update
-
-
-def _tokens(name: str, word: str) -> int:
-    match = re.fullmatch(r"([1-9]\d*)([KM]?)", word.upper())
-    if not match:
-        raise UsageError(f"--{name.replace('_', '-')} {word!r} is no count", "write 262144, 256K or 1M")
-    return int(match[1]) * _UNITS[match[2]]
+        cards, layout, serving = preset.inventory, preset.layout, preset.serving
+    cards = cards or inventory.detect(dict(os.environ).get("CUDA_VISIBLE_DEVICES"))
+    layout = box.named_layout(arguments, cards) or layout
+    return cards, layout, serving.model_copy(update=box.serving_changes(arguments))
 
 
 def _list(plans: "list[Plan]", console: Console, names: list[str] | None = None) -> int:

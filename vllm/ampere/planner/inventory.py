@@ -16,6 +16,8 @@ from ..errors import AmpereError, UsageError
 
 # Bytes a second of a card's own memory, by its size, in GB/s: A100 and A800 80, GA100 64, A6000 48, A100 40, 3090 24.
 _CARD_GB_S = {80: 1935.0, 64: 1640.0, 48: 768.0, 40: 1555.0, 24: 936.0}
+# Eight cards on two sockets are the common box.
+_ISLAND = 4
 _SHAPE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?)")
 _SHAPE_HINT = "write CARDSxGIB, as 8x80, or NODESxCARDSxGIB, as 2x8x40"
 
@@ -43,6 +45,30 @@ class Link(BaseModel):
     gb_s: Annotated[float, Field(gt=0)]
 
 
+class Sample(BaseModel):
+    """One thing that `plan --probe` timed.
+
+    Attributes:
+        what: "all-reduce", "message" from the first card of a group to the last, or "from host" to all cards at once.
+        link: the slowest link on the way; "host" for the last.
+        cards: that took part.
+        nbytes, us: size and time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    what: str
+    link: str
+    cards: int
+    nbytes: int
+    us: Annotated[float, Field(gt=0)]
+
+    @property
+    def gb_s(self) -> float:
+        """Bytes over time."""
+        return self.nbytes / self.us / 1e3
+
+
 # Latencies that reproduce single published figures (docs/en/topologies.md): 14 us for an all-reduce over NVLink,
 # 44 us over two sockets, 15 us for one hop between nodes. Below one switch is an estimate.
 LINKS = {
@@ -64,6 +90,7 @@ class Inventory(BaseModel):
         card_gb_s: bandwidth of a card's memory; None looks it up by size.
         host_gib: host memory of a node that may be pinned; None leaves it unchecked.
         links: measured links that replace the defaults.
+        samples: what `links` was made from; no plan reads them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -72,10 +99,11 @@ class Inventory(BaseModel):
     cards: Annotated[int, Field(ge=1)]
     card_gib: Annotated[float, Field(gt=0)]
     link: LinkKind = LinkKind.PCIE
-    island: Annotated[int, Field(ge=1)] = 4
+    island: Annotated[int, Field(ge=1)] = _ISLAND
     card_gb_s: Annotated[float, Field(gt=0)] | None = None
     host_gib: Annotated[float, Field(gt=0)] | None = None
     links: dict[LinkKind, Link] = {}
+    samples: tuple[Sample, ...] = ()
 
     @model_validator(mode="after")
     def _cards_of_a_node_are_linked(self) -> "Inventory":
@@ -139,8 +167,11 @@ def load(path: Path) -> Inventory:
     return _checked(values, str(path), f"the fields are {', '.join(Inventory.model_fields)}")
 
 
-def detect() -> Inventory:
+def detect(visible: str | None = None) -> Inventory:
     """The cards of this machine, through the package nvidia-ml-py.
+
+    Args:
+        visible: indices or UUIDs of cards as CUDA_VISIBLE_DEVICES lists them; None takes all.
 
     Raises:
         AmpereError: no package, no driver, no cards, or cards that differ.
@@ -153,17 +184,44 @@ def detect() -> Inventory:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        sizes = {pynvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles}
+        if visible is not None:
+            uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            handles = [handles[i] for word in visible.split(",") for i in _named(word.strip(), uuids)]
+        memory = [pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2) for handle in handles]
         names = {_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
         linked = all(_has_nvlink(pynvml, handle) for handle in handles)
+        island = _island(pynvml, handles)
     except pynvml.NVMLError as error:
         raise AmpereError(f"cannot see this machine's cards: {error}", hint) from error
     if not handles:
-        raise AmpereError("this machine has no NVIDIA cards", hint)
-    if len(sizes) > 1 or len(names) > 1:
+        raise AmpereError("this machine has no NVIDIA cards that may be used", hint)
+    if len({each.total for each in memory}) > 1 or len(names) > 1:
         raise AmpereError(f"the cards of this machine differ: {', '.join(sorted(names))}", "plan for equal cards only")
     link = LinkKind.NVLINK if linked else LinkKind.PCIE
-    return Inventory(cards=len(handles), card_gib=sizes.pop() / 2**30, link=link)
+    # What the driver keeps to itself, 0.85 GiB of an A100's 80, is in its total and not in CUDA's.
+    usable = min(each.total - each.reserved for each in memory)
+    return Inventory(cards=len(handles), card_gib=usable / 2**30, link=link, island=island)
+
+
+def _named(word: str, uuids: list[str]) -> list[int]:
+    """The card that a word of CUDA_VISIBLE_DEVICES names: none, or one."""
+    if word.isdigit():
+        return [int(word)] if int(word) < len(uuids) else []
+    return [index for index, uuid in enumerate(uuids) if len(word) > 4 and uuid.startswith(word)]
+
+
+def _island(pynvml: Any, handles: list[Any]) -> int:
+    """The most cards in a row that are always on one socket; the default where the driver does not say."""
+    count = len(handles)
+
+    def together(size: int) -> bool:
+        pairs = ((handles[i - i % size], handles[i]) for i in range(count) if i % size)
+        return all(pynvml.nvmlDeviceGetTopologyCommonAncestor(*pair) < pynvml.NVML_TOPOLOGY_SYSTEM for pair in pairs)
+
+    try:
+        return next((size for size in range(count, 1, -1) if count % size == 0 and together(size)), 1)
+    except pynvml.NVMLError:
+        return _ISLAND
 
 
 def _has_nvlink(pynvml: Any, handle: Any) -> bool:

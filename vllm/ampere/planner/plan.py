@@ -190,7 +190,7 @@ def make_plan(table: WeightTable, inventory: Inventory, layout: Layout, serving:
         kv.capacity_tokens(blocks, serving.context), kv.concurrency(blocks, serving.context),
         kv.longest_context(blocks), step,
     )
-    return replace(plan, refusals=tuple(_memory_refusals(plan)), warnings=tuple(_warnings(plan, spec)))
+    return replace(plan, refusals=tuple(_memory_refusals(plan, spec)), warnings=tuple(_warnings(plan, spec)))
 
 
 def remedies(table: WeightTable, plan: Plan) -> list[str]:
@@ -252,14 +252,18 @@ def _hosts(
     return tuple(hosts)
 
 
-def _memory_refusals(plan: Plan) -> list[str]:
+def _memory_refusals(plan: Plan, spec: ModelSpec) -> list[str]:
     found = []
+    source = spec.kv_source_layer_ids[-1]
     for each in plan.stages:
         if each.missing_bytes:
             where = f"layers {each.stage.start}-{each.stage.end - 1}"
             budget = plan.inventory.card_gib * plan.serving.memory_fraction
             used = f"weights {each.weights.total / GIB:.1f} and workspace {sum(each.workspace.values()) / GIB:.1f}"
             longest = f"; {plan.longest_context} tokens fit" if plan.longest_context else ""
+            if each.stage.start == source > 0:
+                inside = f"{source}-{spec.num_hidden_layers - 1}"
+                longest += f"; a cut inside layers {inside}, which would divide them, waits for the relay"
             found.append(
                 f"a card with {where} lacks {each.missing_bytes / GIB:.2f} GiB for one request of "
                 f"{plan.serving.context} tokens: {used} of {budget:.1f} GiB{longest}"
@@ -280,6 +284,11 @@ def _warnings(plan: Plan, spec: ModelSpec) -> list[str]:
         found.append(
             f"a tensor group spans nodes: {count} reductions x {each:.0f} us = {count * each / 1e3:.1f} ms a step; "
             "put pipeline stages on nodes instead"
+        )
+    if plan.serving.draft_tokens not in (0, spec.dspark_block_size):
+        found.append(
+            f"a draft of {plan.serving.draft_tokens} tokens: the checkpoint drafts {spec.dspark_block_size}, and others "
+            "have been reported to be accepted less"
         )
     if not plan.serving.huge_pages and any(plan.host_bytes):
         found.append("without use_thp each pinned engram table takes a power of two of host memory")
