@@ -109,6 +109,11 @@ class Case:
         whole = Stage(0, self.spec.num_hidden_layers, True, True)
         return host_bytes(self.spec, whole, _RANKS, True), host_bytes(self.spec, whole, _RANKS, False)
 
+    @property
+    def engram_on_every_node(self) -> bool:
+        """Whether each node of the preset pins what the fullest does; a node of later layers pins nothing."""
+        return self.plan is None or len(set(self.plan.host_bytes)) <= 1
+
     @cached_property
     def cards(self) -> tuple[Card, ...]:
         """The cards that the server sees: all, or those that CUDA_VISIBLE_DEVICES names.

@@ -40,10 +40,14 @@ def _host_memory(case: Case) -> Outcome:
         f"{_size(tables)} ({_size(rounded)} without use_thp)"
     )
     if memory["MemTotal"] < tables:
-        return fail(seen)
+        return _too_little(case, seen)
     if memory["MemAvailable"] < tables:
         return warn(seen, "end what else runs here")
     return ok(seen)
+
+
+def _too_little(case: Case, seen: str) -> Outcome:
+    return fail(seen) if case.engram_on_every_node else warn(f"{seen}; right on a node that holds neither layer 1 nor 14")
 
 
 def _group_limit(case: Case) -> Outcome:
@@ -52,7 +56,7 @@ def _group_limit(case: Case) -> Outcome:
         return ok("the control group has no memory limit")
     seen = f"the control group may use {_size(limit)}, the engram tables take {_size(tables)}"
     if limit < tables:
-        return fail(seen)
+        return _too_little(case, seen)
     if limit < rounded:
         return warn(f"{seen}, and {_size(rounded)} without use_thp", "keep use_thp on, or raise the limit")
     return ok(seen)

@@ -103,7 +103,7 @@ def _toolkit_parts(system: System) -> tuple[str, dict[str, str]]:
         home = ""
     else:
         home = "/usr/local/cuda"
-    if not home or re.search(r"/nvidia/cu\d+/?$", home):
+    if not home or re.search(r"/nvidia/cu\d+$", str(system.at(home).resolve())):
         found = {name: version for name in _TOOLKIT if (version := system.version(name))}
         return home or "the pip packages" * bool(found), found if _TOOLKIT[0] in found else {}
     try:
