@@ -19,8 +19,9 @@ class StageRecorder:
     def record_stage(self) -> dict:
         """Start recording; returns what this stage consists of.
 
-        Keys: `groups`, the layers of each cache group that live here; `layers` (first, last + 1); `replay_start`, the layer at which bounded replay begins here, or None;
-        `engrams`, its engram layers; `draft_embedding`, the digest of the draft's token embedding, or None.
+        Keys: `groups`, the layers of each cache group that live here; `layers` (first, last + 1); `replay_start`, the
+        layer at which bounded replay begins here, or None; `engrams`, its engram layers; `draft_embedding`, the digest
+        of the draft's token embedding, or None.
         """
         self.recorded, self.spoiled = {"read": [], "sent": [], "drafts": []}, None
         runner = self.model_runner
@@ -30,6 +31,7 @@ class StageRecorder:
         if speculator is not None:
             speculator.propose = self._proposing(speculator.propose, model.config.sliding_window)
         own = range(model.start_layer, model.end_layer)
+        self.start = own.start
         return {
             "groups": [group.layer_names for group in runner.kv_cache_config.kv_cache_groups],
             "layers": (own.start, own.stop),
@@ -38,9 +40,14 @@ class StageRecorder:
             "draft_embedding": digest(speculator.model.model.embed_tokens.weight) if speculator is not None else None,
         }
 
-    def _read(self, model, args, given) -> None:
+    def _read(self, model, args, given):
         lookback = given.get("lookback_token_ids")
-        self.recorded["read"].append((given["input_ids"].tolist(), None if lookback is None else lookback.tolist()))
+        rows = given["input_ids"].tolist(), given["positions"].tolist()
+        self.recorded["read"].append((*rows, None if lookback is None else lookback.tolist()))
+        if given.get(self.spoiled) is not None and self.start:
+            given = given | {self.spoiled: given[self.spoiled].clone()}
+            given[self.spoiled][-1] = 7
+        return args, given
 
     def _send(self, model, args, output):
         if not hasattr(output, "tensors"):
@@ -64,14 +71,16 @@ class StageRecorder:
         return proposing
 
     def spoil_stage(self, name: str | None) -> None:
-        """From now on negate the last row of every sent tensor of this name; None ends it."""
+        """From now on negate the last row of this tensor where a stage sends it, or put token 7 there where a later
+        stage reads it (`input_ids`, `lookback_token_ids`). None ends it."""
         self.spoiled = name
 
     def take_stage(self) -> dict:
         """What was recorded since the last call, an entry a step in each list.
 
-        Keys: `read`, (input ids, look-back ids or None) of the step's rows; `sent`, name -> (dtype, shape, bytes);
-        `drafts`, (requests, digest of the rows of each tap that the draft may see, drafted tokens or None where none were asked for).
+        Keys: `read`, (token ids, positions, look-back ids or None) of the step; `sent`, name -> (dtype, shape, bytes);
+        `drafts`, (requests, digest of the rows of each tap that the draft may see, drafted tokens or None where none
+        were asked for).
         """
         taken, self.recorded = self.recorded, {"read": [], "sent": [], "drafts": []}
         return taken

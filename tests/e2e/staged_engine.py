@@ -3,18 +3,19 @@
 
     python staged_engine.py JOB.json
 
-JOB has `checkpoint`, `options` (engine keywords), `scenarios` (name -> list of [prompt, engine step at which it
-arrives]), `spoil` (names of sent tensors, each spoiled once in the first scenario), `replays` (files that this script
-wrote), `max_tokens` and `output`. The pickled result has
+JOB has `checkpoint`, `options` (engine keywords), `sampling` (keywords of SamplingParams), `scenarios` (name -> list of
+[prompt, engine step at which it arrives]; a prompt is token ids, or {"ids": ids with one place for the image, "image":
+[seed, width, height]}), `spoil` (names of tensors, each spoiled once in the first scenario), `replays` (files that this
+script wrote, of which it executes the last scenario) and `output`. The pickled result has
     groups: the layers of every cache group, sorted;
     stages: a dict of `StageRecorder.record_stage` for every worker;
-    scenarios, spoiled, replayed: runs, by scenario, by tensor, and by file and scenario.
+    scenarios, spoiled, replayed: runs, by scenario, by tensor, and by file.
 
 A run is a dict:
     answers: generated tokens of each request, in the order of the scenario; not in a replay;
     scheduled: pickled scheduler outputs, in the order of execution;
-    steps: of each of them that had tokens: requests, sampled tokens, and log-probabilities of the whole vocabulary
-        (token ids and values, each an array [sampled tokens, vocabulary + 1]) or None where nothing is sampled;
+    steps: of each of them that had tokens: requests, sampled tokens, and their log-probabilities
+        (token ids and values, each an array [sampled tokens, those asked for + 1]) or None where nothing is sampled;
     workers: `StageRecorder.take_stage` of every worker.
 
 A replay executes the recorded scheduler outputs one after the other, with no scheduler of its own: the same rows in
@@ -36,20 +37,34 @@ def fresh() -> dict:
     return {"scheduled": [], "steps": []}
 
 
+def given(prompt) -> dict:
+    """A prompt of a job as vLLM takes it; images are noise."""
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    import numpy as np
+    from PIL import Image
+
+    seed, width, height = prompt["image"]
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return {"prompt_token_ids": prompt["ids"], "multi_modal_data": {"image": Image.fromarray(noise)}}
+
+
 class Recorded:
     """An engine in this process, with its workers, that records what it schedules and what comes of it."""
 
-    def __init__(self, checkpoint: str, options: dict, max_tokens: int):
+    def __init__(self, checkpoint: str, options: dict, sampling: dict):
         from vllm import LLM, SamplingParams
 
-        self.llm = LLM(model=checkpoint, skip_tokenizer_init=True, worker_extension_cls="stage_recorder.StageRecorder", **options)
-        self.sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=-1)
+        self.llm = LLM(model=checkpoint, worker_extension_cls="stage_recorder.StageRecorder", **options)
+        self.sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.stages = self.llm.collective_rpc("record_stage")
-        self.groups = [sorted({*chain(*parts)}) for parts in zip(*(stage["groups"] for stage in self.stages), strict=True)]
+        groups = zip(*(stage["groups"] for stage in self.stages), strict=True)
+        self.groups = [sorted({*chain(*parts)}) for parts in groups]
         self.run = fresh()
-        execute, update = self.core.model_executor.execute_model, self.core.scheduler.update_from_output
+        executor, scheduler = self.core.model_executor, self.core.scheduler
+        execute, update = executor.execute_model, scheduler.update_from_output
 
         def execute_model(scheduled, **kwargs):
             self.run["scheduled"].append(pickle.dumps(scheduled))
@@ -59,7 +74,7 @@ class Recorded:
             self._note(scheduled, output)
             return update(scheduled, output)
 
-        self.core.model_executor.execute_model, self.core.scheduler.update_from_output = execute_model, update_from_output
+        executor.execute_model, scheduler.update_from_output = execute_model, update_from_output
 
     def _note(self, scheduled, output) -> None:
         if scheduled.total_num_scheduled_tokens:
@@ -78,7 +93,7 @@ class Recorded:
         while self.core.scheduler.has_requests() or self.core.batch_queue or step <= max(at for _, at in requests):
             for number, (prompt, at) in enumerate(requests):
                 if at == step:
-                    self.engine.add_request(str(number), {"prompt_token_ids": prompt}, self.sampling)
+                    self.engine.add_request(str(number), given(prompt), self.sampling)
             for output in self.engine.step():
                 answers[int(output.request_id)] = list(output.outputs[0].token_ids)
             step += 1
@@ -104,7 +119,7 @@ class Recorded:
 
 
 def main(job: dict) -> None:
-    engine = Recorded(job["checkpoint"], job["options"], job["max_tokens"])
+    engine = Recorded(job["checkpoint"], job["options"], job["sampling"])
     result = {"groups": engine.groups, "stages": engine.stages, "spoiled": {}, "replayed": {}}
     result["scenarios"] = {name: engine.scenario(requests) for name, requests in job["scenarios"].items()}
     for name in job["spoil"]:
@@ -115,7 +130,7 @@ def main(job: dict) -> None:
         with open(file, "rb") as source:
             recorded = pickle.load(source)
         assert recorded["groups"] == engine.groups, "block numbers mean other layers here"
-        result["replayed"][file] = {name: engine.replay(run) for name, run in recorded["scenarios"].items()}
+        result["replayed"][file] = engine.replay(list(recorded["scenarios"].values())[-1])
     with open(job["output"], "wb") as sink:
         pickle.dump(result, sink)
 

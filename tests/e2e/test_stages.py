@@ -20,36 +20,46 @@ from vllm.ampere.planner.pipeline import crossing_bytes
 from vllm.ampere.testing import tiny_checkpoint
 from vllm.ampere.testing.engine import OPTIONS, run
 
-from . import staged_engine
 from .scenarios import DRAFTS, prompt
 from .stage_recorder import digest
 
 pytestmark = pytest.mark.vllm
 TAPS = (1, 2, 4, 6)
 HIDDEN, STREAMS = 256, 4
-OPTIONS = OPTIONS | {"speculative_config": DRAFTS, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 1000}
-# One short; one past top-k, candidates and a chunk's end; the same from the prefix cache; three of which one arrives late.
-SCENARIOS = {
+OPTIONS = OPTIONS | {"speculative_config": DRAFTS, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 1000,
+                     "skip_tokenizer_init": True}
+# One short; one past top-k, candidates and a chunk's end; it again, from the prefix cache; three, one of them late.
+TEXT = {
     "20": [[prompt(20, 7), 0]],
     "400": [[prompt(400, 7), 0]],
     "warm": [[prompt(400, 7), 0]],
     "several": [[prompt(330, 8), 0], [prompt(90, 8), 0], [prompt(30, 8), 3]],
 }
-ALONE = ("20", "400", "warm")
+# An image of 17 places, at the end of a prompt or inside it.
+IMAGES = {
+    "image": [[{"ids": [*prompt(40, 9), 129264], "image": [1, 168, 126]}, 0]],
+    "several": [[{"ids": [*prompt(20, 9), 129264, *prompt(30, 9)], "image": [2, 168, 126]}, 0], [prompt(90, 8), 0]],
+}
+NEW_TOKENS = 9
 LIMIT_S = 600
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers of each stage, whether scheduling is asynchronous, and ranks of the tensor group."""
+    """Layers of each stage, whether scheduling is asynchronous, ranks of the tensor group, images in the prompts."""
 
     partition: tuple[int, ...]
     asynchronous: bool
     tensor: int = 1
+    images: bool = False
 
     def __str__(self):
         name = f"{','.join(map(str, self.partition))}-{'async' if self.asynchronous else 'sync'}"
-        return name if self.tensor == 1 else f"tp{self.tensor}-{name}"
+        return name + f"-tp{self.tensor}" * (self.tensor > 1) + "-images" * self.images
+
+    @property
+    def scenarios(self) -> dict:
+        return IMAGES if self.images else TEXT
 
     @property
     def starts(self) -> list[int]:
@@ -58,11 +68,22 @@ class Layout:
 
 # The second stage starts at the last KV source (20,20 of the release), at the first, or after one window layer.
 SHORT = (Layout((4, 4), True), Layout((4, 4), False), Layout((2, 6), False), Layout((1, 7), True))
-LONG = (Layout((2, 6), True), Layout((1, 7), False), Layout((2, 2, 4), True), Layout((2, 2, 4), False), Layout((1, 1, 2, 4), True))
+LONG = (Layout((2, 6), True), Layout((1, 7), False), Layout((2, 2, 4), True), Layout((2, 2, 4), False),
+        Layout((1, 1, 2, 4), True))
 TENSOR = (Layout((4, 4), True, tensor=2),)
-GROUPS = {layout: group for group in (SHORT, LONG, TENSOR) for layout in group}
-LAYOUTS = [pytest.param(layout, id=str(layout), marks=[pytest.mark.long] * (group is not SHORT)) for layout, group in GROUPS.items()]
-SPOILED = ("hidden_states", "pre_mix", "aux_hidden_states_0", "aux_hidden_states_2")
+VISION = (Layout((2, 6), True, images=True),)
+GROUPS = {layout: group for group in (SHORT, LONG, TENSOR, VISION) for layout in group}
+LAYOUTS = [pytest.param(layout, id=str(layout), marks=[pytest.mark.long] * (group is not SHORT))
+           for layout, group in GROUPS.items()]
+ALONE = [pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=case.marks)
+         for case in LAYOUTS for name in case.values[0].scenarios if name != "several"]
+# Tensors that are spoiled once, and in what that has to show.
+SPOILED = {
+    SHORT[0]: {"hidden_states": {"log-probabilities", "taps"}, "pre_mix": {"log-probabilities", "taps"},
+               "aux_hidden_states_0": {"taps", "drafts"}},
+    SHORT[2]: {"input_ids": {"log-probabilities"}, "lookback_token_ids": {"log-probabilities"}},
+    VISION[0]: {"input_ids": {"log-probabilities"}},
+}
 
 
 class Engines:
@@ -70,18 +91,28 @@ class Engines:
 
     def __init__(self, session, folder: Path):
         self._session, self._folder, self._results = session, folder, {}
-        self.checkpoint = tiny_checkpoint.write(folder / "checkpoint", "parrot", block_gain=0.1, dspark_target_layer_ids=list(TAPS))
-        self.spec = ModelSpec.from_config(json.loads((self.checkpoint / "config.json").read_text()))
 
-    def _run(self, name: str, options: dict, env: dict, **job) -> dict:
+    def checkpoint(self, layout: Layout) -> Path:
+        preset = "vision" if layout.images else "parrot"
+        return tiny_checkpoint.write(self._folder / preset, preset, block_gain=0.1, drafts_agree=True,
+                                     dspark_markov_rank=256, dspark_target_layer_ids=list(TAPS))
+
+    def spec(self, layout: Layout) -> ModelSpec:
+        return ModelSpec.from_config(json.loads((self.checkpoint(layout) / "config.json").read_text()))
+
+    def _run(self, name: str, layout: Layout, options: dict, env: dict, **job) -> dict:
         if name not in self._results:
             files = {kind: self._folder / f"{name}.{kind}" for kind in ("json", "log", "pickle", "trace")}
-            job = {"checkpoint": str(self.checkpoint), "options": OPTIONS | options, "max_tokens": 10, "scenarios": SCENARIOS,
-                   "spoil": [], "replays": [], "output": str(files["pickle"])} | job
+            options = OPTIONS | {"tensor_parallel_size": layout.tensor} | options
+            if layout.images:
+                options |= {"limit_mm_per_prompt": {"image": 1}, "skip_tokenizer_init": False}
+            sampling = {"max_tokens": NEW_TOKENS, "logprobs": 20 if layout.images else -1}
+            job |= {"checkpoint": str(self.checkpoint(layout)), "options": options, "sampling": sampling,
+                    "scenarios": layout.scenarios, "output": str(files["pickle"])}
             files["json"].write_text(json.dumps(job))
             with self._session.timed(f"stages {name}"):
-                ended = run([staged_engine.__file__, str(files["json"])], files["log"], LIMIT_S,
-                            env | {"VLLM_AMPERE_TRACE": str(files["trace"])})
+                command = [str(Path(__file__).with_name("staged_engine.py")), str(files["json"])]
+                ended = run(command, files["log"], LIMIT_S, env | {"VLLM_AMPERE_TRACE": str(files["trace"])})
             assert ended.code == 0, ended.output[-6000:]
             self._results[name] = pickle.loads(files["pickle"].read_bytes())
             self._results[name]["trace"] = [json.loads(line) for line in files["trace"].read_text().splitlines()]
@@ -89,22 +120,23 @@ class Engines:
 
     def staged(self, layout: Layout) -> dict:
         """What the engine of a layout did."""
-        options = {"pipeline_parallel_size": len(layout.partition), "tensor_parallel_size": layout.tensor,
-                   "async_scheduling": layout.asynchronous}
+        options = {"pipeline_parallel_size": len(layout.partition), "async_scheduling": layout.asynchronous}
         env = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layout.partition))}
-        return self._run(str(layout), options, env, spoil=SPOILED if layout == SHORT[0] else [])
+        return self._run(str(layout), layout, options, env, spoil=list(SPOILED.get(layout, ())), replays=[])
 
     def whole(self, layout: Layout) -> dict:
-        """What the same tensor group without stages did, scenarios of its own before the replays."""
+        """What the same tensor group without stages did: the scenarios, by itself, then the replays."""
         group = GROUPS[layout]
         for other in group:
             self.staged(other)
-        return self._run(f"whole-{group[0]}", {"tensor_parallel_size": layout.tensor}, {},
-                         replays=[str(self._folder / f"{other}.pickle") for other in group])
+        replays = [str(self._folder / f"{other}.pickle") for other in group]
+        return self._run(f"whole-{group[0]}", layout, {}, {}, spoil=[], replays=replays)
 
-    def replayed(self, layout: Layout) -> dict:
-        """Runs of a layout's scheduler outputs without stages, by scenario."""
-        return self.whole(layout)["replayed"][str(self._folder / f"{layout}.pickle")]
+    def same(self, layout: Layout, name: str) -> dict:
+        """The run without stages that a scenario has to equal: a replay where several requests are in flight."""
+        if name == "several":
+            return self.whole(layout)["replayed"][str(self._folder / f"{layout}.pickle")]
+        return self.whole(layout)["scenarios"][name]
 
 
 @pytest.fixture(scope="module")
@@ -136,77 +168,79 @@ def differences(seen: dict, want: dict) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("layout, name", ALONE)
 def test_one_request_equals_one_process(engines, layout, name):
-    seen, want = engines.staged(layout)["scenarios"][name], engines.whole(layout)["scenarios"][name]
+    seen, want = engines.staged(layout)["scenarios"][name], engines.same(layout, name)
     assert seen["answers"] == want["answers"]
-    assert len(seen["answers"][0]) == 10
+    assert len(seen["answers"][0]) == NEW_TOKENS
     assert differences(seen, want) == set()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_replayed_schedule_is_equal(engines, layout, name):
-    """The same scheduler outputs without stages: the same bits in every step, and the same drafts from the same taps."""
-    seen, want = engines.staged(layout)["scenarios"][name], engines.replayed(layout)[name]
-    assert seen["scheduled"] == want["scheduled"]
+def test_several_requests_equal_the_replay_of_their_schedule(engines, layout):
+    """The same scheduler outputs without stages: the same bits in every step, the same drafts from the same taps."""
+    seen, want = engines.staged(layout)["scenarios"]["several"], engines.same(layout, "several")
     assert [step[0] for step in seen["steps"]] == [step[0] for step in want["steps"]]
+    assert any(len(requests) > 1 for requests, *_ in seen["steps"])
     assert differences(seen, want) == set()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [case for case in LAYOUTS if not case.values[0].images])
 def test_scenarios_do_what_they_are_for(engines, layout):
-    """Batches of several requests, drafts accepted in part, a prefix served, and rows left out behind the last source."""
+    """Batches of three requests, drafts accepted in part, a prefix served, rows left out behind the last source."""
     staged = engines.staged(layout)
     seen = staged["scenarios"]
     assert any(len(requests) == 3 for requests, *_ in seen["several"]["steps"])
     accepted = {len(tokens) for run in seen.values() for _, sampled, _ in run["steps"] for tokens in sampled}
     assert accepted & {2, 3, 4, 5} and 1 in accepted
-    rows = {name: sum(len(ids) for ids, _ in seen[name]["workers"][0]["read"]) for name in ("400", "warm")}
+    rows = {name: sum(len(ids) for ids, *_ in seen[name]["workers"][0]["read"]) for name in ("400", "warm")}
     assert rows["400"] - rows["warm"] > 128, "the prefix cache served less than a page"
     trims = [event for event in staged["trace"] if event["event"] == "replay_trim"]
     assert (256, 128) in {(event["rows"], event["kept"]) for event in trims}
-    source = engines.spec.kv_source_layer_ids[-1]
-    assert [stage["replay_start"] for stage in staged["stages"][:: layout.tensor]] == [None] * (len(layout.partition) - 1) + [source]
+    source = engines.spec(layout).kv_source_layer_ids[-1]
+    starts = [stage["replay_start"] for stage in staged["stages"][:: layout.tensor]]
+    assert starts == [None] * (len(layout.partition) - 1) + [source]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_payload(engines, layout):
     """Streams, mix, and the taps up to the cut: by name, shape and bytes, which are those that the planner counts."""
     staged = engines.staged(layout)
-    workers = len(layout.partition) * layout.tensor
+    senders = (len(layout.partition) - 1) * layout.tensor
     for seen in staged["scenarios"].values():
-        assert [len(worker["sent"]) > 0 for worker in seen["workers"]] == [True] * (workers - layout.tensor) + [False] * layout.tensor
-        for number, worker in enumerate(seen["workers"][: -layout.tensor]):
+        assert not any(worker["sent"] for worker in seen["workers"][senders:])
+        for number, worker in enumerate(seen["workers"][:senders]):
             cut = layout.starts[number // layout.tensor + 1]
-            for (ids, _), sent in zip(worker["read"], worker["sent"], strict=True):
-                rows = len(ids)
-                taps = sum(tap <= cut for tap in TAPS)
-                want = {"hidden_states": ("torch.bfloat16", (rows, STREAMS, HIDDEN)), "pre_mix": ("torch.float32", (rows, STREAMS))}
-                want |= {f"aux_hidden_states_{tap}": ("torch.bfloat16", (rows, HIDDEN)) for tap in range(taps)}
+            counted = crossing_bytes(engines.spec(layout), cut, draft=True)
+            for (ids, *_), sent in zip(worker["read"], worker["sent"], strict=True):
+                rows, taps = len(ids), sum(tap <= cut for tap in TAPS)
+                want = {f"aux_hidden_states_{tap}": ("torch.bfloat16", (rows, HIDDEN)) for tap in range(taps)}
+                want["hidden_states"] = "torch.bfloat16", (rows, STREAMS, HIDDEN)
+                want["pre_mix"] = "torch.float32", (rows, STREAMS)
                 assert {name: given[:2] for name, given in sent.items()} == want
-                assert sum(given[2] for given in sent.values()) == rows * crossing_bytes(engines.spec, cut, draft=True)
+                assert sum(given[2] for given in sent.values()) == rows * counted
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_stage_reads_the_tokens(engines, layout):
-    """Every stage gets the token ids, accepted drafts included, and a stage with an engram the ids before them."""
-    staged, replayed = engines.staged(layout), engines.replayed(layout)
+    """Every stage has the token ids and positions, after rejected drafts too; one with an engram the ids before them."""
+    staged, engrams = engines.staged(layout), engines.spec(layout).engram_layer_ids
     assert [stage["layers"][0] for stage in staged["stages"][:: layout.tensor]] == layout.starts
     for name, seen in staged["scenarios"].items():
-        want = replayed[name]["workers"][0]["read"]
+        want = engines.same(layout, name)["workers"][0]["read"]
+        assert any(129264 in ids for ids, *_ in want) == layout.images
         for stage, worker in zip(staged["stages"], seen["workers"]):
             first, end = stage["layers"]
-            assert stage["engrams"] == [layer for layer in engines.spec.engram_layer_ids if first <= layer < end]
-            assert [ids for ids, _ in worker["read"]] == [ids for ids, _ in want]
-            assert [before for _, before in worker["read"]] == [before if stage["engrams"] else None for _, before in want]
+            assert stage["engrams"] == [layer for layer in engrams if first <= layer < end]
+            for (*rows, before), (*same_rows, same_before) in zip(worker["read"], want):
+                assert rows == same_rows
+                assert before == (same_before if stage["engrams"] else None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_draft_loads_its_own_embedding(engines, layout):
     """The last stage holds the checkpoint's token embedding (a share of it on each rank of a tensor group)."""
-    with safe_open(shard_of(engines.checkpoint, "embed.weight"), "pt") as shard:
+    with safe_open(shard_of(engines.checkpoint(layout), "embed.weight"), "pt") as shard:
         parts = [digest(part) for part in shard.get_tensor("embed.weight").chunk(layout.tensor)]
     held = [stage["draft_embedding"] for stage in engines.staged(layout)["stages"]]
     assert held == [None] * (len(held) - layout.tensor) + parts
@@ -217,18 +251,15 @@ def shard_of(checkpoint: Path, name: str) -> Path:
     return checkpoint / index["weight_map"][name]
 
 
-@pytest.mark.parametrize("name, seen_in", [
-    ("hidden_states", {"log-probabilities", "taps"}),
-    ("pre_mix", {"log-probabilities", "taps"}),
-    ("aux_hidden_states_0", {"taps", "drafts"}),
-    ("aux_hidden_states_2", {"taps", "drafts"}),
+@pytest.mark.parametrize("layout, name", [
+    pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=case.marks)
+    for case in LAYOUTS for name in SPOILED.get(case.values[0], ())
 ])
-def test_one_spoiled_row_is_noticed(engines, name, seen_in):
-    """One row of one sent tensor negated in each step: the comparisons above see it, and where it has to show."""
-    staged = engines.staged(SHORT[0])
-    run, base = staged["spoiled"][name], staged["scenarios"]["20"]
-    short, long = sorted((run, base), key=lambda given: len(given["steps"]))
-    found = differences(long, short)
-    assert seen_in <= found
-    # Drafts that were read wrongly are slower, not wrong.
-    assert (run["answers"] == base["answers"]) or "log-probabilities" in seen_in
+def test_one_spoiled_row_is_noticed(engines, layout, name):
+    """One row of one tensor spoiled in each step: the comparison above sees it, and it shows where it has to."""
+    staged = engines.staged(layout)
+    spoiled, right = staged["spoiled"][name], next(iter(staged["scenarios"].values()))
+    shorter, longer = sorted((spoiled, right), key=lambda seen: len(seen["steps"]))
+    assert SPOILED[layout][name] <= differences(longer, shorter)
+    if "drafts" in SPOILED[layout][name]:  # bad drafts are slow, not wrong
+        assert spoiled["answers"] == right["answers"]
