@@ -46,7 +46,7 @@ class StageRecorder:
         self.recorded["read"].append((*rows, None if lookback is None else lookback.tolist()))
         if given.get(self.spoiled) is not None and self.start:
             given = given | {self.spoiled: given[self.spoiled].clone()}
-            given[self.spoiled][-1] = 7
+            given[self.spoiled][0] = 7
         return args, given
 
     def _send(self, model, args, output):
@@ -71,8 +71,8 @@ class StageRecorder:
         return proposing
 
     def spoil_stage(self, name: str | None) -> None:
-        """From now on negate the last row of this tensor where a stage sends it, or put token 7 there where a later
-        stage reads it (`input_ids`, `lookback_token_ids`). None ends it."""
+        """From now on negate the last row of this tensor where a stage sends it, or put token 7 into its first row
+        where a later stage reads it (`input_ids`, `lookback_token_ids`). None ends it."""
         self.spoiled = name
 
     def take_stage(self) -> dict:

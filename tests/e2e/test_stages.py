@@ -35,9 +35,9 @@ TEXT = {
     "warm": [[prompt(400, 7), 0]],
     "several": [[prompt(330, 8), 0], [prompt(90, 8), 0], [prompt(30, 8), 3]],
 }
-# An image of 17 places, at the end of a prompt or inside it.
+# An image of 17 places, at the beginning of a prompt or inside it.
 IMAGES = {
-    "image": [[{"ids": [*prompt(40, 9), 129264], "image": [1, 168, 126]}, 0]],
+    "image": [[{"ids": [129264, *prompt(40, 9)], "image": [1, 168, 126]}, 0]],
     "several": [[{"ids": [*prompt(20, 9), 129264, *prompt(30, 9)], "image": [2, 168, 126]}, 0], [prompt(90, 8), 0]],
 }
 NEW_TOKENS = 9
@@ -80,7 +80,7 @@ ALONE = [pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=case.mar
 # Tensors that are spoiled once, and in what that has to show.
 SPOILED = {
     SHORT[0]: {"hidden_states": {"log-probabilities", "taps"}, "pre_mix": {"log-probabilities", "taps"},
-               "aux_hidden_states_0": {"taps", "drafts"}},
+               "aux_hidden_states_0": {"taps"}},
     SHORT[2]: {"input_ids": {"log-probabilities"}, "lookback_token_ids": {"log-probabilities"}},
     VISION[0]: {"input_ids": {"log-probabilities"}},
 }
@@ -223,7 +223,7 @@ def test_payload(engines, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_stage_reads_the_tokens(engines, layout):
-    """Every stage has the token ids and positions, after rejected drafts too; one with an engram the ids before them."""
+    """Every stage has the ids and positions, after rejected drafts too; one with an engram the ids before them."""
     staged, engrams = engines.staged(layout), engines.spec(layout).engram_layer_ids
     assert [stage["layers"][0] for stage in staged["stages"][:: layout.tensor]] == layout.starts
     for name, seen in staged["scenarios"].items():
@@ -260,6 +260,7 @@ def test_one_spoiled_row_is_noticed(engines, layout, name):
     staged = engines.staged(layout)
     spoiled, right = staged["spoiled"][name], next(iter(staged["scenarios"].values()))
     shorter, longer = sorted((spoiled, right), key=lambda seen: len(seen["steps"]))
-    assert SPOILED[layout][name] <= differences(longer, shorter)
-    if "drafts" in SPOILED[layout][name]:  # bad drafts are slow, not wrong
+    found = differences(longer, shorter)
+    assert SPOILED[layout][name] <= found
+    if "taps" in found and "log-probabilities" not in found:  # bad drafts are slow, not wrong
         assert spoiled["answers"] == right["answers"]
