@@ -41,7 +41,7 @@ IMAGES = {
     "several": [[{"ids": [*prompt(20, 9), 129264, *prompt(30, 9)], "image": [2, 168, 126]}, 0], [prompt(90, 8), 0]],
 }
 NEW_TOKENS = 9
-LIMIT_S = 600
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Engines:
             job |= {"checkpoint": str(self.checkpoint(layout)), "options": options, "sampling": sampling,
                     "scenarios": layout.scenarios, "output": str(files["pickle"])}
             files["json"].write_text(json.dumps(job))
+            files["trace"].touch()  # a run without events leaves none
             with self._session.timed(f"stages {name}"):
                 command = [str(Path(__file__).with_name("staged_engine.py")), str(files["json"])]
                 ended = run(command, files["log"], LIMIT_S, env | {"VLLM_AMPERE_TRACE": str(files["trace"])})
@@ -262,5 +263,5 @@ def test_one_spoiled_row_is_noticed(engines, layout, name):
     shorter, longer = sorted((spoiled, right), key=lambda seen: len(seen["steps"]))
     found = differences(longer, shorter)
     assert SPOILED[layout][name] <= found
-    if "taps" in found and "log-probabilities" not in found:  # bad drafts are slow, not wrong
+    if name.startswith("aux_hidden_states"):  # bad drafts are slow, not wrong
         assert spoiled["answers"] == right["answers"]
