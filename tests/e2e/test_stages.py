@@ -90,7 +90,8 @@ class Engines:
     """Runs `staged_engine.py` once for each layout, and once for a tensor group alone that replays its layouts."""
 
     def __init__(self, session, folder: Path):
-        self._session, self._folder, self._results = session, folder, {}
+        self._session, self._folder = session, folder
+        self._results, self._broken = {}, {}
 
     def checkpoint(self, layout: Layout) -> Path:
         preset = "vision" if layout.images else "parrot"
@@ -101,6 +102,8 @@ class Engines:
         return ModelSpec.from_config(json.loads((self.checkpoint(layout) / "config.json").read_text()))
 
     def _run(self, name: str, layout: Layout, options: dict, env: dict, **job) -> dict:
+        if name in self._broken:
+            pytest.fail(f"{name} did not end well before: {self._broken[name]}", pytrace=False)
         if name not in self._results:
             files = {kind: self._folder / f"{name}.{kind}" for kind in ("json", "log", "pickle", "trace")}
             options = OPTIONS | {"tensor_parallel_size": layout.tensor} | options
@@ -114,7 +117,9 @@ class Engines:
             with self._session.timed(f"stages {name}"):
                 command = [str(Path(__file__).with_name("staged_engine.py")), str(files["json"])]
                 ended = run(command, files["log"], LIMIT_S, env | {"VLLM_AMPERE_TRACE": str(files["trace"])})
-            assert ended.code == 0, ended.output[-6000:]
+            if ended.code != 0:
+                self._broken[name] = ended.output[-6000:]
+                pytest.fail(f"{name} ended with {ended.code}:\n{ended.output[-6000:]}", pytrace=False)
             self._results[name] = pickle.loads(files["pickle"].read_bytes())
             self._results[name]["trace"] = [json.loads(line) for line in files["trace"].read_text().splitlines()]
         return self._results[name]
@@ -155,6 +160,7 @@ def differences(seen: dict, want: dict) -> set[str]:
     """In what the steps of two runs differ, of which the first may go on longer: its last batches come back unread."""
     found = set()
     assert 0 < len(want["steps"]) <= len(seen["steps"])
+    assert 0 < len(drafted(want)) <= len(drafted(seen))
     for (_, tokens, shown), (_, other_tokens, other_shown) in zip(seen["steps"], want["steps"]):
         if tokens != other_tokens:
             found.add("tokens")
