@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed into every worker (`worker_extension_cls`): what a stage reads and sends, and what the draft reads and says."""
+
+import hashlib
+from itertools import pairwise
+
+import torch
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    shown = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(shown + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class StageRecorder:
+    """Methods of a worker, called through `collective_rpc`."""
+
+    def record_stage(self) -> dict:
+        """Start recording; returns what this stage consists of.
+
+        Keys: `groups`, the layers of each cache group that live here; `layers` (first, last + 1); `replay_start`, the
+        layer at which bounded replay begins here, or None; `engrams`, its engram layers; `draft_embedding`, the digest
+        of the draft's token embedding, or None.
+        """
+        self.recorded, self.spoiled = {"read": [], "sent": [], "drafts": []}, None
+        runner = self.model_runner
+        model, speculator = runner.model.get_language_model().model, runner.speculator
+        runner.model.register_forward_pre_hook(self._read, with_kwargs=True)
+        runner.model.register_forward_hook(self._send)
+        if speculator is not None:
+            speculator.propose = self._proposing(speculator.propose, model.config.sliding_window)
+        own = range(model.start_layer, model.end_layer)
+        self.start = own.start
+        return {
+            "groups": [group.layer_names for group in runner.kv_cache_config.kv_cache_groups],
+            "layers": (own.start, own.stop),
+            "replay_start": model.decoder_replay_start if model.decoder_replay_layers else None,
+            "engrams": [layer for layer in own if model.layers[layer].engram is not None],
+            "draft_embedding": digest(speculator.model.model.embed_tokens.weight) if speculator is not None else None,
+        }
+
+    def _read(self, model, args, given):
+        lookback = given.get("lookback_token_ids")
+        rows = given["input_ids"].tolist(), given["positions"].tolist()
+        self.recorded["read"].append((*rows, None if lookback is None else lookback.tolist()))
+        if given.get(self.spoiled) is not None and self.start:
+            given = given | {self.spoiled: given[self.spoiled].clone()}
+            given[self.spoiled][0] = 7
+        return args, given
+
+    def _send(self, model, args, output):
+        if not hasattr(output, "tensors"):
+            return
+        tensors = output.tensors
+        self.recorded["sent"].append({name: (str(t.dtype), tuple(t.shape), t.nbytes) for name, t in tensors.items()})
+        if self.spoiled in tensors:
+            tensors[self.spoiled] = tensors[self.spoiled].clone()
+            tensors[self.spoiled][-1] *= -1
+
+    def _proposing(self, propose, window):
+        def proposing(batch, metadata, slots, hidden, taps, *args, **kwargs):
+            drafts = propose(batch, metadata, slots, hidden, taps, *args, **kwargs)
+            said = drafts.tolist() if kwargs["num_speculative_tokens"] else None
+            bounds = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
+            # Bounded replay leaves out older rows of the taps behind it, and the draft sees no older ones.
+            rows = [row for start, end in pairwise(bounds) for row in range(max(start, end - window), end)]
+            self.recorded["drafts"].append((list(batch.req_ids), [digest(tap[rows]) for tap in taps], said))
+            return drafts
+
+        return proposing
+
+    def spoil_stage(self, name: str | None) -> None:
+        """From now on negate the last row of this tensor where a stage sends it, or put token 7 into its first row
+        where a later stage reads it (`input_ids`, `lookback_token_ids`). None ends it."""
+        self.spoiled = name
+
+    def take_stage(self) -> dict:
+        """What was recorded since the last call, an entry a step in each list.
+
+        Keys: `read`, (token ids, positions, look-back ids or None) of the step; `sent`, name -> (dtype, shape, bytes);
+        `drafts`, (requests, digest of the rows of each tap that the draft may see, drafted tokens or None where none
+        were asked for).
+        """
+        taken, self.recorded = self.recorded, {"read": [], "sent": [], "drafts": []}
+        return taken

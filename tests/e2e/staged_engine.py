@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Script: run scenarios in an engine and record every step, then replay steps that other engines recorded.
+
+    python staged_engine.py JOB.json
+
+JOB has `checkpoint`, `options` (engine keywords), `sampling` (keywords of SamplingParams), `scenarios` (name -> list of
+[prompt, engine step at which it arrives]; a prompt is token ids, or {"ids": ids with one place for the image, "image":
+[seed, width, height]}), `spoil` (names of tensors, each spoiled once in the first scenario), `replays` (files that this
+script wrote, of which it executes the last scenario) and `output`. The pickled result has
+    groups: the layers of every cache group, sorted;
+    stages: a dict of `StageRecorder.record_stage` for every worker;
+    scenarios, spoiled, replayed: runs, by scenario, by tensor, and by file.
+
+A run is a dict:
+    answers: generated tokens of each request, in the order of the scenario; not in a replay;
+    scheduled: pickled scheduler outputs, in the order of execution;
+    steps: of each of them that had tokens: requests, sampled tokens, and their log-probabilities
+        (token ids and values, each an array [sampled tokens, those asked for + 1]) or None where nothing is sampled;
+    workers: `StageRecorder.take_stage` of every worker.
+
+A replay executes the recorded scheduler outputs one after the other, with no scheduler of its own: the same rows in
+the same batches, whatever the engine that scheduled them did at the same time.
+"""
+
+import json
+import os
+import pickle
+import sys
+from itertools import chain
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def fresh() -> dict:
+    """A run of which nothing is known yet."""
+    return {"scheduled": [], "steps": []}
+
+
+def given(prompt) -> dict:
+    """A prompt of a job as vLLM takes it; images are noise."""
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    import numpy as np
+    from PIL import Image
+
+    seed, width, height = prompt["image"]
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return {"prompt_token_ids": prompt["ids"], "multi_modal_data": {"image": Image.fromarray(noise)}}
+
+
+class Recorded:
+    """An engine in this process, with its workers, that records what it schedules and what comes of it."""
+
+    def __init__(self, checkpoint: str, options: dict, sampling: dict):
+        from vllm import LLM, SamplingParams
+
+        self.llm = LLM(model=checkpoint, worker_extension_cls="stage_recorder.StageRecorder", **options)
+        self.sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.stages = self.llm.collective_rpc("record_stage")
+        groups = zip(*(stage["groups"] for stage in self.stages), strict=True)
+        self.groups = [sorted({*chain(*parts)}) for parts in groups]
+        self.run = fresh()
+        executor, scheduler = self.core.model_executor, self.core.scheduler
+        execute, update = executor.execute_model, scheduler.update_from_output
+
+        def execute_model(scheduled, **kwargs):
+            self.run["scheduled"].append(pickle.dumps(scheduled))
+            return execute(scheduled, **kwargs)
+
+        def update_from_output(scheduled, output):
+            self._note(scheduled, output)
+            return update(scheduled, output)
+
+        executor.execute_model, scheduler.update_from_output = execute_model, update_from_output
+
+    def _note(self, scheduled, output) -> None:
+        if scheduled.total_num_scheduled_tokens:
+            tokens, shown = [list(sampled) for sampled in output.sampled_token_ids], output.logprobs
+            self.run["steps"].append((output.req_ids, tokens, shown and (shown.logprob_token_ids, shown.logprobs)))
+
+    def _taken(self) -> dict:
+        taken, self.run = self.run, fresh()
+        taken["workers"] = self.llm.collective_rpc("take_stage")
+        return taken
+
+    def scenario(self, requests: list) -> dict:
+        """Run requests, each a prompt and the engine step at which it arrives."""
+        answers, step = {}, 0
+        # Beyond the last answer too: until every batch came back and the workers dropped the requests.
+        while self.core.scheduler.has_requests() or self.core.batch_queue or step <= max(at for _, at in requests):
+            for number, (prompt, at) in enumerate(requests):
+                if at == step:
+                    self.engine.add_request(str(number), given(prompt), self.sampling)
+            for output in self.engine.step():
+                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+            step += 1
+        run = self._taken()
+        run["answers"] = [answers[number] for number in range(len(requests))]
+        return run
+
+    def replay(self, recorded: dict) -> dict:
+        """Execute recorded scheduler outputs."""
+        executor, known = self.core.model_executor, set()
+        for packed in recorded["scheduled"]:
+            scheduled = pickle.loads(packed)
+            known |= set(scheduled.num_scheduled_tokens)
+            known -= scheduled.finished_req_ids
+            output = executor.execute_model(scheduled, non_block=True).result()
+            if output is None:
+                output = executor.sample_tokens(None)
+            self._note(scheduled, output)
+        ending = self.core.scheduler.schedule()
+        ending.finished_req_ids = known
+        executor.execute_model(ending)
+        return self._taken()
+
+
+def main(job: dict) -> None:
+    engine = Recorded(job["checkpoint"], job["options"], job["sampling"])
+    result = {"groups": engine.groups, "stages": engine.stages, "spoiled": {}, "replayed": {}}
+    result["scenarios"] = {name: engine.scenario(requests) for name, requests in job["scenarios"].items()}
+    for name in job["spoil"]:
+        engine.llm.collective_rpc("spoil_stage", args=(name,))
+        result["spoiled"][name] = engine.scenario(next(iter(job["scenarios"].values())))
+    engine.llm.collective_rpc("spoil_stage", args=(None,))
+    for file in job["replays"]:
+        with open(file, "rb") as source:
+            recorded = pickle.load(source)
+        assert recorded["groups"] == engine.groups, "block numbers mean other layers here"
+        result["replayed"][file] = engine.replay(list(recorded["scenarios"].values())[-1])
+    with open(job["output"], "wb") as sink:
+        pickle.dump(result, sink)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
