@@ -171,7 +171,7 @@ class Server:
         start = time.monotonic()
         port = free_port()
         self.base_url = f"http://127.0.0.1:{port}"
-        command = serve_command(self._checkpoint, self._options | {"host": "127.0.0.1", "port": port})
+        command = self._command(self._options | {"host": "127.0.0.1", "port": port})
         with open(self.log, "wb") as sink:
             self._child = subprocess.Popen([sys.executable, *command], stdout=sink, stderr=subprocess.STDOUT,
                                            stdin=subprocess.DEVNULL, env=environment(**self._env), start_new_session=True)
@@ -191,6 +191,9 @@ class Server:
     def __exit__(self, *_) -> None:
         stop(self._child)
 
+    def _command(self, options: Mapping) -> list[str]:
+        return serve_command(self._checkpoint, options)
+
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(self.base_url + "/health", timeout=2) as answer:
@@ -201,9 +204,11 @@ class Server:
     def _tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def post(self, path: str, body: Mapping, limit_s: float = 180.0) -> tuple[int, dict]:
+    def post(self, path: str, body: Mapping, limit_s: float = 180.0,
+             headers: Mapping[str, str] | None = None) -> tuple[int, dict]:
         """HTTP status and JSON of a POST; an error status is returned, not raised."""
-        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=limit_s) as answer:
                 return answer.status, json.load(answer)
