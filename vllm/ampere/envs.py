@@ -16,10 +16,25 @@ def kernels() -> dict[str, str]:
     Raises:
         SelectionError: an entry without "=".
     """
-    entries = [entry.strip() for entry in os.environ.get("VLLM_AMPERE_KERNELS", "").split(",") if entry.strip()]
+    return _pairs("VLLM_AMPERE_KERNELS", os.environ.get("VLLM_AMPERE_KERNELS", ""), '"op=name", or "*=reference" for all')
+
+
+def chat() -> dict[str, str]:
+    """`VLLM_AMPERE_CHAT`: open points of the chat format to take otherwise, as "name=value,name=value".
+
+    `integration/chat/choices.py` has the names.
+
+    Raises:
+        SelectionError: an entry without "=".
+    """
+    return _pairs("VLLM_AMPERE_CHAT", os.environ.get("VLLM_AMPERE_CHAT", ""), '"name=value"')
+
+
+def _pairs(variable: str, value: str, form: str) -> dict[str, str]:
+    entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     for entry in entries:
         if "=" not in entry:
-            raise SelectionError(f"VLLM_AMPERE_KERNELS has {entry!r}", 'write it as "op=name", or "*=reference" for all')
+            raise SelectionError(f"{variable} has {entry!r}", f"write it as {form}")
     return dict(entry.split("=", 1) for entry in entries)
 
 
