@@ -30,6 +30,20 @@ def servers(model, tmp_path_factory):
 
 
 @pytest.fixture(params=MODES)
-def server(request, servers):
-    """The server of each version in turn."""
-    return servers[request.param]
+def version(request):
+    """Each version in turn, "v4" and "v41"."""
+    return request.param
+
+
+@pytest.fixture
+def server(servers, version):
+    """The server of the version."""
+    return servers[version]
+
+
+@pytest.fixture(scope="session")
+def tokenizers(model):
+    """vLLM's tokenizer of each version, in this process."""
+    from vllm.tokenizers.registry import cached_get_tokenizer
+
+    return {version: cached_get_tokenizer(str(model), tokenizer_mode=mode) for version, mode in MODES.items()}

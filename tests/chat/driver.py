@@ -178,7 +178,7 @@ class ScriptedServer(engine.Server):
                                          {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=180) as answer:
-                lines = answer.read().decode().splitlines()
+                lines = answer.read().decode().split("\n")
         except urllib.error.HTTPError as error:
             raise Refused(error.code, json.load(error)) from None
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

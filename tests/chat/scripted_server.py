@@ -135,6 +135,8 @@ class ScriptedCore:
         script = script_of(request)
         tokens = script.get("ids") or self._tokenizer.encode(script.get("script", ""), add_special_tokens=False)
         tokens = list(map(int, tokens)) + [EOS] * int(script.get("eos", 1))
+        if EOS in tokens and not sampling.ignore_eos:
+            tokens = tokens[: tokens.index(EOS) + 1]
         chunk, sent = int(script.get("chunk", 1)), 0
         while request.request_id in LIVE:
             if sent >= len(tokens) and script.get("hang"):
