@@ -2,6 +2,10 @@
 """The open points of the format: each value of each does what the table says, and another is refused."""
 
 import pytest
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm.platforms", reason="needs the engine environment, .venv")
+
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatMessage
 from vllm.parser.parser_manager import ParserManager
 
@@ -13,7 +17,6 @@ from .dialect import TOOLS, spell
 from .driver import MODES, USER
 from .test_parser import ASSISTANT, EOS, THINK
 
-pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture

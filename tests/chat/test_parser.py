@@ -6,6 +6,10 @@ characters held back as it does while a stop string may be coming.
 """
 
 import pytest
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm.platforms", reason="needs the engine environment, .venv")
+
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
 from vllm.tokenizers.detokenizer_utils import convert_prompt_ids_to_tokens, detokenize_incrementally
@@ -14,7 +18,6 @@ from .answers import CASES, Case
 from .driver import MODES, USER, Answer, assert_same
 from .test_answers import spelt
 
-pytestmark = pytest.mark.vllm
 DIRECT = [case for case in CASES if not case.needs_server]
 THINK, END_THINK, ASSISTANT, EOS = 128821, 128822, 128804, 1
 
