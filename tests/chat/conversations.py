@@ -53,7 +53,8 @@ class Conversation:
 
 
 def _effort(word: str, v4: str, v41: int) -> Conversation:
-    return Conversation(f"effort-{word}", (USER,), fields={"reasoning_effort": word}, v4_effort=v4, v41_effort=v41)
+    """A06: every word of the API has a meaning."""
+    return Conversation(f"A06-effort-{word}", (USER,), fields={"reasoning_effort": word}, v4_effort=v4, v41_effort=v41)
 
 
 OFF = {"chat_template_kwargs": {"thinking": False}}

@@ -112,7 +112,7 @@ class ScriptedServer(engine.Server):
         own = {"served_model_name": self.model, "tokenizer_mode": mode, "reasoning_parser": mode,
                "tool_call_parser": mode, "enable_auto_tool_choice": True, "max_model_len": 300_000}
         self._control_port = engine.free_port()
-        super().__init__(model, folder, own | dict(options or {}), env, limit_s=600)
+        super().__init__(model, folder, own | dict(options or {}), {"VLLM_ENABLE_RESPONSES_API_STORE": "1", **(env or {})}, limit_s=600)
 
     def _command(self, options: Mapping) -> list[str]:
         script = str(Path(__file__).with_name("scripted_server.py"))

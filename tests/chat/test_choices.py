@@ -105,11 +105,11 @@ def test_forbidden_calls(choose, version, tokenizers):
 
 
 def test_reasoning_field(choose, version, tokenizers):
-    parser = parser_of(version, tokenizers)
     request = ChatCompletionRequest.model_validate({"model": "m", "messages": [USER]})
     message = ChatMessage(role="assistant", reasoning="t")
-    assert "reasoning_content" not in parser.name_reasoning(message).model_dump()
+    assert "reasoning_content" not in parser_of(version, tokenizers).name_reasoning(message).model_dump()
     choose("reasoning_field=both")
+    parser = parser_of(version, tokenizers)
     assert parser.name_reasoning(message).model_dump()["reasoning_content"] == "t"
     delta = parser.parse_delta("t", [5], request, [ASSISTANT, THINK], finished=False).model_dump(exclude_unset=True)
     assert (delta["reasoning"], delta["reasoning_content"]) == ("t", "t")

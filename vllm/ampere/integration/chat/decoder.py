@@ -91,6 +91,8 @@ class AnswerDecoder:
         self._shown = Counter()  # opening tags that were shown as text, by kind
         self._in_block = False
         self._reasoning, self._content, self._calls = [], [], {}
+        # Content behind the start of a call waits for the end: some clients cannot take it while a call is open.
+        self._late: list[str] = []
 
     def feed(self, text: str) -> Piece:
         """What `text`, the next of the answer, adds."""
@@ -111,7 +113,7 @@ class AnswerDecoder:
             pass
         if self.call_is_open:
             self._end_of_open_call(unseen)
-        self._content += self._held
+        self._content += self._late + self._held
         return self._take()
 
     def _take(self) -> Piece:
@@ -203,7 +205,7 @@ class AnswerDecoder:
             # Blank lines before a tool block belong to the block, and so does a content that is blank altogether.
             text = "".join(self._held) + text
             end = len(text) - min(2, len(text) - len(text.rstrip("\n")))
-            self._content.append(text[:end])
+            (self._late if self.calls else self._content).append(text[:end])
             self._held = [text[end:]]
         self._said = self._said or not blank
 

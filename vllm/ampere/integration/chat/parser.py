@@ -20,7 +20,7 @@ from ..failure import exit_on_error
 from . import choices, switches
 from .choices import chosen
 from .decoder import AnswerDecoder, CallPiece, Piece
-from .markup import DSML, END_THINK, THINK
+from .markup import END_THINK, THINK
 
 NAMES = frozenset(("deepseek_v4", "deepseek_v41"))
 # Tokens of the longest closing tags, and some: what a stop string can have taken from the end of a text.
@@ -50,10 +50,8 @@ class DeepseekParser(DelegatingParser):
         super().__init__(tokenizer, tools, *args, chat_template_kwargs=chat_template_kwargs, **kwargs)
         self._tools = tools
         vocabulary = tokenizer.get_vocab()
-        self._think, self._end_think, self._dsml, self._assistant = (
-            vocabulary.get(text) for text in (THINK, END_THINK, DSML, "<｜Assistant｜>")
-        )
-        self._specials = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
+        self._think, self._end_think, self._assistant = map(vocabulary.get, (THINK, END_THINK, "<｜Assistant｜>"))
+        self._end_of_sequence = tokenizer.eos_token_id
         self._thinks = switches.is_thinking(chat_template_kwargs or {})
         self._starts_in_reasoning: bool | None = None
         self._decoder: AnswerDecoder | None = None
@@ -61,6 +59,8 @@ class DeepseekParser(DelegatingParser):
         self._hidden: list[str] = []
         self._counted, self._reasoning_tokens, self._count_is_final = 0, 0, False
         self.call_was_cut = False
+        self._unclosed_is_content = chosen("unclosed_reasoning") == "content"
+        self._names_twice = chosen("reasoning_field") == "both"
 
     # -- where the prompt leaves off
 
@@ -84,7 +84,7 @@ class DeepseekParser(DelegatingParser):
     # -- answers
 
     def parse(self, model_output, request, enable_auto_tools=False, model_output_token_ids=()):
-        self._decoder = self._new_decoder(request, enable_auto_tools)
+        self._decoder = self._new_decoder(request)
         self._last_ids = deque(model_output_token_ids, maxlen=_LAST_TOKENS)
         self._last_text = model_output[-_LAST_CHARACTERS:]
         calls: list[CallPiece] = []
@@ -113,7 +113,7 @@ class DeepseekParser(DelegatingParser):
         if self._decoder is None:
             if prompt_token_ids is not None:
                 self.set_prompt_token_ids(prompt_token_ids)
-            self._decoder = self._new_decoder(request, enable_auto_tools=True)
+            self._decoder = self._new_decoder(request)
         self._last_ids.extend(delta_token_ids)
         self._last_text = (self._last_text + delta_text)[-_LAST_CHARACTERS:]
         pieces = [self._decoder.feed(delta_text)]
@@ -124,11 +124,11 @@ class DeepseekParser(DelegatingParser):
 
     def name_reasoning(self, message):
         """The message of a whole answer with its reasoning under every name that this server gives it."""
-        if message.reasoning and chosen("reasoning_field") == "both":
+        if message.reasoning and self._names_twice:
             message.reasoning_content = message.reasoning
         return message
 
-    def _new_decoder(self, request, enable_auto_tools: bool) -> AnswerDecoder:
+    def _new_decoder(self, request) -> AnswerDecoder:
         tools = request.tools or self._tools
         shows_calls = request.tool_choice == "none" and chosen("forbidden_calls") == "text"
         has_reasoning = self._reasoning_parser is not None
@@ -136,8 +136,8 @@ class DeepseekParser(DelegatingParser):
             reasoning=has_reasoning and self._starts(),
             think_tags=has_reasoning,
             tools=self._tool_parser is not None and bool(tools) and not shows_calls,
-            properties=lambda name: find_tool_properties(tools, name),
-            dropped=tuple(self._specials),
+            properties=lambda name: find_tool_properties(tools, name) or {},
+            dropped=tuple(self.model_tokenizer.all_special_tokens),
             keep_after_calls=chosen("after_calls") == "keep",
         )
 
@@ -158,14 +158,13 @@ class DeepseekParser(DelegatingParser):
         """Whether an answer that is all reasoning is handed over as content."""
         if not reasoning or not self._decoder.in_reasoning:
             return False
-        ended_by_itself = not self._last_ids or self._last_ids[-1] in self._specials.values()
-        return ended_by_itself and (not request.include_reasoning or chosen("unclosed_reasoning") == "content")
+        ended_by_itself = not self._last_ids or self._last_ids[-1] == self._end_of_sequence
+        return ended_by_itself and (not request.include_reasoning or self._unclosed_is_content)
 
     def _delta(self, pieces: list[Piece], request, finished: bool) -> DeltaMessage | None:
         reasoning = "".join(piece.reasoning for piece in pieces)
         content = "".join(piece.content for piece in pieces)
-        holds = not request.include_reasoning or chosen("unclosed_reasoning") == "content"
-        if holds and reasoning:
+        if reasoning and (not request.include_reasoning or self._unclosed_is_content):
             self._hidden.append(reasoning)
             reasoning = ""
         if self._hidden and (finished or not self._decoder.in_reasoning):
@@ -176,7 +175,7 @@ class DeepseekParser(DelegatingParser):
                 reasoning = held
         calls = [] if request.tool_choice == "none" else [_delta_of(call) for piece in pieces for call in piece.calls]
         fields = {"reasoning": reasoning, "content": content, "tool_calls": calls}
-        if chosen("reasoning_field") == "both":
+        if self._names_twice:
             fields["reasoning_content"] = reasoning
         fields = {name: value for name, value in fields.items() if value}
         return DeltaMessage(**fields) if fields else None
@@ -193,7 +192,7 @@ class DeepseekParser(DelegatingParser):
             return 0
         if len(token_ids) < self._counted:
             self._counted, self._reasoning_tokens, self._count_is_final = 0, 0, False
-        ends = (self._end_think, *self._specials.values())
+        ends = (self._end_think, self._end_of_sequence)
         while self._counted < len(token_ids) and not self._count_is_final:
             token = token_ids[self._counted]
             self._counted += 1

@@ -33,11 +33,15 @@ def switched(kwargs: Mapping) -> bool | None:
 
 
 def _as_bool(name: str, value) -> bool:
-    if isinstance(value, Mapping) and value.get("type") in ("enabled", "disabled"):
-        return value["type"] == "enabled"
-    if isinstance(value, bool):
-        return value
+    if isinstance(_plain(value), bool):
+        return _plain(value)
     raise ValueError(f'{name} must be true, false or {{"type": "enabled"}} or {{"type": "disabled"}}; got {value!r}')
+
+
+def _plain(value):
+    """DeepSeek's way to write a switch as true or false; any other value as it is."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    return kind == "enabled" if kind in ("enabled", "disabled") else value
 
 
 def is_thinking(kwargs: Mapping) -> bool:
@@ -51,33 +55,30 @@ def is_thinking(kwargs: Mapping) -> bool:
 
 
 def implied(own: Mapping | None, extra: Mapping | None, effort: str | None) -> dict:
-    """The switch that a request's other fields stand for, as template arguments.
+    """The switches that a request's fields stand for, as template arguments of any model; nothing is refused here.
 
     Args:
         own: its chat_template_kwargs.
         extra: its fields that the API does not have, among them DeepSeek's own `thinking`.
         effort: its effort word, which says on or off where nothing else does.
-
-    Raises:
-        ValueError: as `switched`.
     """
-    own, thinking = own or {}, (extra or {}).get("thinking")
+    said = {name: _plain(value) for name in SWITCHES if (value := (own or {}).get(name)) is not None}
+    thinking = (extra or {}).get("thinking")
     if thinking is not None:
-        switched({**own, "thinking": thinking} if own.get("thinking") is None else {**own, "enable_thinking": thinking})
-        return {"thinking": _as_bool("thinking", thinking)}
-    if effort is not None and all(own.get(name) is None for name in SWITCHES):
-        return {"enable_thinking": effort != "none"}
-    return {}
+        # Under the name that is free: if the two disagree, the prompt is refused.
+        said["enable_thinking" if "thinking" in said else "thinking"] = _plain(thinking)
+    if not said and effort is not None:
+        said["enable_thinking"] = effort != "none"
+    return said
 
 
 def over_defaults(own: Mapping | None, defaults: Mapping | None) -> dict:
     """The server's default template arguments without those that a request's own ones overrule by another name."""
     own, defaults = own or {}, defaults or {}
-    overruled = set()
-    if any(own.get(name) is not None for name in SWITCHES):
-        overruled |= set(SWITCHES)
-        if switched(own) and own.get("reasoning_effort") is None and defaults.get("reasoning_effort") == "none":
-            overruled.add("reasoning_effort")
+    said = [own[name] for name in SWITCHES if own.get(name) is not None]
+    overruled = set(SWITCHES) if said else set()
+    if True in said and own.get("reasoning_effort") is None and defaults.get("reasoning_effort") == "none":
+        overruled.add("reasoning_effort")
     return {name: value for name, value in defaults.items() if name not in overruled}
 
 
