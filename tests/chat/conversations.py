@@ -11,12 +11,18 @@ USER = {"role": "user", "content": "Hello, 世界 🎉"}
 AGAIN = {"role": "user", "content": "And then?"}
 REASONED = {"role": "assistant", "content": "Hi.", "reasoning": "A greeting."}
 PLAIN = {"role": "assistant", "content": "Hi."}
-TOOLS = (tool("read", path=STRING, lines=INTEGER), {"type": "function", "function": {"name": "now", "description": "The time."}})
+TOOLS = (
+    tool("read", path=STRING, lines=INTEGER),
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+)
 
 
 def calls(*arguments: str, **fields) -> dict:
     """An assistant message that calls `read` once for each text of arguments, with the ids c0, c1, ..."""
-    made = [{"id": f"c{i}", "type": "function", "function": {"name": "read", "arguments": a}} for i, a in enumerate(arguments)]
+    made = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "read", "arguments": a}}
+        for i, a in enumerate(arguments)
+    ]
     return {"role": "assistant", "content": None, "tool_calls": made, **fields}
 
 
@@ -82,18 +88,34 @@ CONVERSATIONS = (
     Conversation("history-without-thinking", (USER, REASONED, AGAIN), fields=OFF, thinks=False),
     Conversation("history-keeps-reasoning-with-tools", (USER, REASONED, AGAIN), TOOLS),
     Conversation("history-without-reasoning", (USER, PLAIN, AGAIN)),
-    Conversation("A18-system-in-the-middle", (SYSTEM, USER, REASONED, {"role": "system", "content": "Now be kind."}, AGAIN)),
+    Conversation(
+        "A18-system-in-the-middle", (SYSTEM, USER, REASONED, {"role": "system", "content": "Now be kind."}, AGAIN)
+    ),
     Conversation("system-in-the-middle-last", (USER, REASONED, {"role": "system", "content": "Now be kind."})),
     Conversation("assistant-first", (PLAIN, USER)),
     Conversation("system-assistant-user", (SYSTEM, PLAIN, USER)),
-    Conversation("two-assistants", (USER, PLAIN, {"role": "assistant", "content": "Still here.", "reasoning": "Wait."}, AGAIN)),
+    Conversation(
+        "two-assistants", (USER, PLAIN, {"role": "assistant", "content": "Still here.", "reasoning": "Wait."}, AGAIN)
+    ),
     Conversation("A01-assistant-last", (USER, REASONED)),
     Conversation("assistant-last-without-thinking", (USER, REASONED), fields=OFF, thinks=False),
     Conversation("A02-continue", (USER, REASONED), fields=CONTINUE, opens=False, continues=True),
     Conversation("continue-without-reasoning", (USER, PLAIN), fields=CONTINUE, opens=False, continues=True),
-    Conversation("continue-without-thinking", (USER, PLAIN), fields={**CONTINUE, **OFF}, thinks=False, opens=False, continues=True),
-    Conversation("continue-the-reasoning", (USER, {"role": "assistant", "content": "", "reasoning": "First,"}), fields=CONTINUE,
-                 opens=False, continues=True),
+    Conversation(
+        "continue-without-thinking",
+        (USER, PLAIN),
+        fields={**CONTINUE, **OFF},
+        thinks=False,
+        opens=False,
+        continues=True,
+    ),
+    Conversation(
+        "continue-the-reasoning",
+        (USER, {"role": "assistant", "content": "", "reasoning": "First,"}),
+        fields=CONTINUE,
+        opens=False,
+        continues=True,
+    ),
     Conversation("continue-with-tools", (USER, PLAIN, AGAIN, REASONED), TOOLS, CONTINUE, opens=False, continues=True),
     Conversation("A03-not-opened", (USER,), fields=NOT_OPEN, opens=False),
     Conversation("not-opened-behind-an-assistant", (USER, REASONED), fields=NOT_OPEN, opens=False),
@@ -103,23 +125,66 @@ CONVERSATIONS = (
     Conversation("tools-without-thinking", (USER,), TOOLS, OFF, thinks=False),
     Conversation("tools-and-a-later-system", (USER, PLAIN, SYSTEM, AGAIN), TOOLS),
     Conversation("A16-tool-as-sent", (USER,), ({"type": "function", "function": {"name": "f"}},)),
-    Conversation("tool-with-nulls-of-its-own", (USER,), ({"type": "function", "function": {
-        "name": "f", "parameters": {"type": "object", "properties": {"a": {"default": None, "enum": ["x", None]}}}}},)),
+    Conversation(
+        "tool-with-nulls-of-its-own",
+        (USER,),
+        (
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {"type": "object", "properties": {"a": {"default": None, "enum": ["x", None]}}},
+                },
+            },
+        ),
+    ),
     Conversation("A17-call-and-result", (USER, calls('{"path": "a b"}', reasoning="Look."), result(0)), TOOLS),
-    Conversation("call-with-content", (USER, calls('{"path": "a", "lines": 3}', content="Reading."), result(0), AGAIN), TOOLS),
+    Conversation(
+        "call-with-content", (USER, calls('{"path": "a", "lines": 3}', content="Reading."), result(0), AGAIN), TOOLS
+    ),
     Conversation("call-without-arguments", (USER, calls("{}"), result(0)), TOOLS),
-    Conversation("values-of-every-type", (USER, calls('{"s": "1", "i": 1, "f": 1.5, "t": true, "z": null, "l": [1, "x"], "o": {"k": "é"}}'),
-                                          result(0)), TOOLS),
-    Conversation("arguments-to-the-letter", (USER, calls('{"path": " <b> \\"q\\" \\n\\t</think> 世界"}'), result(0)), TOOLS),
-    Conversation("two-calls-two-results", (USER, calls('{"path": "a"}', '{"path": "b"}'), result(0, "A"), result(1, "B")), TOOLS),
-    Conversation("A15-results-in-reverse", (USER, calls('{"path": "a"}', '{"path": "b"}'), result(1, "B"), result(0, "A")), TOOLS),
+    Conversation(
+        "values-of-every-type",
+        (USER, calls('{"s": "1", "i": 1, "f": 1.5, "t": true, "z": null, "l": [1, "x"], "o": {"k": "é"}}'), result(0)),
+        TOOLS,
+    ),
+    Conversation(
+        "arguments-to-the-letter", (USER, calls('{"path": " <b> \\"q\\" \\n\\t</think> 世界"}'), result(0)), TOOLS
+    ),
+    Conversation(
+        "two-calls-two-results", (USER, calls('{"path": "a"}', '{"path": "b"}'), result(0, "A"), result(1, "B")), TOOLS
+    ),
+    Conversation(
+        "A15-results-in-reverse",
+        (USER, calls('{"path": "a"}', '{"path": "b"}'), result(1, "B"), result(0, "A")),
+        TOOLS,
+    ),
     Conversation("result-and-user", (USER, calls('{"path": "a"}'), result(0, "A"), AGAIN), TOOLS),
-    Conversation("parts-of-a-result", (USER, calls('{"path": "a"}'), {**parts("tool", "one", "two"), "tool_call_id": "c0"}), TOOLS),
+    Conversation(
+        "parts-of-a-result",
+        (USER, calls('{"path": "a"}'), {**parts("tool", "one", "two"), "tool_call_id": "c0"}),
+        TOOLS,
+    ),
     Conversation("empty-result", (USER, calls('{"path": "a"}'), result(0, "")), TOOLS),
-    Conversation("two-rounds", (USER, calls('{"path": "a"}', reasoning="R1"), result(0, "A"), calls('{"path": "b"}', reasoning="R2"),
-                                result(0, "B")), TOOLS),
+    Conversation(
+        "two-rounds",
+        (
+            USER,
+            calls('{"path": "a"}', reasoning="R1"),
+            result(0, "A"),
+            calls('{"path": "b"}', reasoning="R2"),
+            result(0, "B"),
+        ),
+        TOOLS,
+    ),
     Conversation("X13-rounds-without-tools", (USER, calls('{"path": "a"}', reasoning="R1"), result(0, "A"))),
-    Conversation("calls-without-thinking", (USER, calls('{"path": "a"}', reasoning="R1"), result(0, "A")), TOOLS, OFF, thinks=False),
+    Conversation(
+        "calls-without-thinking",
+        (USER, calls('{"path": "a"}', reasoning="R1"), result(0, "A")),
+        TOOLS,
+        OFF,
+        thinks=False,
+    ),
     _effort("minimal", "low", 50),
     _effort("low", "low", 50),
     _effort("medium", "low", 75),
@@ -127,5 +192,12 @@ CONVERSATIONS = (
     _effort("xhigh", "high", 75),
     _effort("max", "max", 100),
     Conversation("A09-effort-none", (USER,), fields={"reasoning_effort": "none"}, thinks=False),
-    Conversation("max-effort-with-a-system-and-tools", (SYSTEM, USER), TOOLS, {"reasoning_effort": "max"}, v4_effort="max", v41_effort=100),
+    Conversation(
+        "max-effort-with-a-system-and-tools",
+        (SYSTEM, USER),
+        TOOLS,
+        {"reasoning_effort": "max"},
+        v4_effort="max",
+        v41_effort=100,
+    ),
 )

@@ -106,13 +106,31 @@ class ScriptedServer(engine.Server):
 
     model = "m"
 
-    def __init__(self, version: str, model: Path, folder: Path, options: Mapping | None = None,
-                 env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        version: str,
+        model: Path,
+        folder: Path,
+        options: Mapping | None = None,
+        env: Mapping[str, str] | None = None,
+    ):
         mode = MODES[version]
-        own = {"served_model_name": self.model, "tokenizer_mode": mode, "reasoning_parser": mode,
-               "tool_call_parser": mode, "enable_auto_tool_choice": True, "max_model_len": 300_000}
+        own = {
+            "served_model_name": self.model,
+            "tokenizer_mode": mode,
+            "reasoning_parser": mode,
+            "tool_call_parser": mode,
+            "enable_auto_tool_choice": True,
+            "max_model_len": 300_000,
+        }
         self._control_port = engine.free_port()
-        super().__init__(model, folder, own | dict(options or {}), {"VLLM_ENABLE_RESPONSES_API_STORE": "1", **(env or {})}, limit_s=600)
+        super().__init__(
+            model,
+            folder,
+            own | dict(options or {}),
+            {"VLLM_ENABLE_RESPONSES_API_STORE": "1", **(env or {})},
+            limit_s=600,
+        )
 
     def _command(self, options: Mapping) -> list[str]:
         script = str(Path(__file__).with_name("scripted_server.py"))
@@ -140,7 +158,9 @@ class ScriptedServer(engine.Server):
 
     # -- the chat endpoint
 
-    def chat(self, script: str, messages: Sequence[Mapping] = (USER,), *, xargs: Mapping | None = None, **fields) -> Answer:
+    def chat(
+        self, script: str, messages: Sequence[Mapping] = (USER,), *, xargs: Mapping | None = None, **fields
+    ) -> Answer:
         """A whole answer. Raises Refused on an error status."""
         status, body = self.post("/v1/chat/completions", self._body(script, messages, xargs, fields))
         if status != 200:
@@ -148,8 +168,9 @@ class ScriptedServer(engine.Server):
         choice = body["choices"][0]
         return Answer.of_message(choice["message"], choice["finish_reason"], body)
 
-    def chat_stream(self, script: str, messages: Sequence[Mapping] = (USER,), *, xargs: Mapping | None = None,
-                    **fields) -> Answer:
+    def chat_stream(
+        self, script: str, messages: Sequence[Mapping] = (USER,), *, xargs: Mapping | None = None, **fields
+    ) -> Answer:
         """The same answer as a stream, a delta a token. Raises Refused on an error status or an error event."""
         body = self._body(script, messages, xargs, fields) | {"stream": True}
         answer = Answer(raw=[])
@@ -174,8 +195,9 @@ class ScriptedServer(engine.Server):
 
     def events_of(self, path: str, body: Mapping) -> list[dict]:
         """The JSON payloads of an event stream, without [DONE]. Raises Refused on an error status."""
-        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.base_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=180) as answer:
                 lines = answer.read().decode().split("\n")
@@ -184,12 +206,19 @@ class ScriptedServer(engine.Server):
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
     def _body(self, script, messages, xargs, fields) -> dict:
-        return {"model": self.model, "messages": list(messages),
-                "vllm_xargs": {"script": script, **(xargs or {})}, **fields}
+        return {
+            "model": self.model,
+            "messages": list(messages),
+            "vllm_xargs": {"script": script, **(xargs or {})},
+            **fields,
+        }
 
 
 def assert_same(whole: Answer, streamed: Answer) -> None:
     """A streamed answer equals the whole one, arguments as text."""
     assert (streamed.reasoning, streamed.content, streamed.calls, streamed.finish) == (
-        whole.reasoning, whole.content, whole.calls, whole.finish
+        whole.reasoning,
+        whole.content,
+        whole.calls,
+        whole.finish,
     )

@@ -29,18 +29,19 @@ V4_EFFORTS = {
     "low": "",
     "high": (
         "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
-        "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause,"
-        " rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
-        "Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative,"
-        " and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
+        "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root "
+        "cause, rigorously stress-testing your logic against all potential paths, edge cases, and adversarial "
+        "scenarios.\n"
+        "Explicitly write out your entire deliberation process, documenting every intermediate step, considered "
+        "alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
     ),
     "max": (
         "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
-        "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the"
-        " problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause"
-        " rather than any surface symptom.\n"
-        "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no"
-        " assumption remains unchecked and no error remains undiscovered.\n\n"
+        "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively "
+        "decompose the problem into its most fundamental components, trace every causal chain to its root, and "
+        "resolve the underlying cause rather than any surface symptom.\n"
+        "Do not stop reasoning until you have independently verified the solution from multiple angles and are "
+        "certain that no assumption remains unchecked and no error remains undiscovered.\n\n"
     ),
 }
 TOOLS = """## Tools
@@ -71,8 +72,16 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 """
 
 
-def render(version: str, messages: Sequence[Mapping], tools: Sequence[Mapping] = (), *, thinks: bool = True,
-           effort: str | int = "high", opens: bool = True, continues: bool = False) -> str:
+def render(
+    version: str,
+    messages: Sequence[Mapping],
+    tools: Sequence[Mapping] = (),
+    *,
+    thinks: bool = True,
+    effort: str | int = "high",
+    opens: bool = True,
+    continues: bool = False,
+) -> str:
     """The prompt of a conversation.
 
     Args:
@@ -131,9 +140,18 @@ def _is_user_turn(version: str, index: int, turn) -> bool:
 
 def _in_call_order(turns, index: int) -> list[Mapping]:
     """The messages of a user turn, the tool results among them in the order of the last calls."""
-    calls = next((turn[0]["tool_calls"] for kind, turn in reversed(turns[:index]) if kind == "assistant" and turn[0].get("tool_calls")), ())
+    calls = next(
+        (
+            turn[0]["tool_calls"]
+            for kind, turn in reversed(turns[:index])
+            if kind == "assistant" and turn[0].get("tool_calls")
+        ),
+        (),
+    )
     order = {call["id"]: place for place, call in enumerate(calls)}
-    results = iter(sorted((m for m in turns[index][1] if m["role"] == "tool"), key=lambda m: order.get(m["tool_call_id"], 0)))
+    results = iter(
+        sorted((m for m in turns[index][1] if m["role"] == "tool"), key=lambda m: order.get(m["tool_call_id"], 0))
+    )
     return [next(results) if message["role"] == "tool" else message for message in turns[index][1]]
 
 
@@ -154,7 +172,8 @@ def _assistant(version: str, message: Mapping, keeps: bool) -> str:
     for call in message["tool_calls"]:
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         lines = [
-            spell(version, f"«{key}=»") + value + spell(version, "«/»") if isinstance(value, str)
+            spell(version, f"«{key}=»") + value + spell(version, "«/»")
+            if isinstance(value, str)
             else spell(version, f"«{key}:»") + json.dumps(value, ensure_ascii=False) + spell(version, "«/»")
             for key, value in arguments.items()
         ]

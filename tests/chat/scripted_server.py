@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real OpenAI server of the pinned vLLM with a scripted engine core: scripted_server.py CONTROL_PORT <vllm arguments>.
+"""The real OpenAI server of the pinned vLLM with a scripted engine core: scripted_server.py CONTROL_PORT <arguments>.
 
 Everything is the server's own code (application, renderer, tokenizer, input processor, detokeniser, output
 processor, parsers) but for the engine core, which "generates" the tokens of a text that the test supplies.

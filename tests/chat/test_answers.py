@@ -33,7 +33,9 @@ def spelt(version: str, case: Case) -> tuple[str, Answer, dict]:
 def _spelt_arguments(version: str, arguments: str) -> str:
     if "«" not in arguments:
         return arguments
-    return json.dumps({name: spell(version, value) for name, value in json.loads(arguments).items()}, ensure_ascii=False)
+    return json.dumps(
+        {name: spell(version, value) for name, value in json.loads(arguments).items()}, ensure_ascii=False
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -18,7 +18,6 @@ from .driver import MODES, USER
 from .test_parser import ASSISTANT, EOS, THINK
 
 
-
 @pytest.fixture
 def choose(monkeypatch):
     return lambda text: monkeypatch.setenv("VLLM_AMPERE_CHAT", text)
@@ -39,7 +38,9 @@ def parsed(version, tokenizers, answer: str, **fields) -> tuple:
     streaming, pieces = parser_of(version, tokenizers), {"reasoning": "", "content": ""}
     for number, character in enumerate([*text, ""]):
         ids = [5] if number < len(text) else [EOS]
-        delta = streaming.parse_delta(character, ids, request, None if number else [ASSISTANT, THINK], finished=number == len(text))
+        delta = streaming.parse_delta(
+            character, ids, request, None if number else [ASSISTANT, THINK], finished=number == len(text)
+        )
         for name in pieces:
             pieces[name] += getattr(delta, name, None) or ""
     assert pieces == {"reasoning": reasoning or "", "content": content or ""}
@@ -54,7 +55,10 @@ def test_every_point_has_a_default_and_another_value():
     assert all(len(choice.values) == 2 and chosen(name) == choice.values[0] for name, choice in CHOICES.items())
 
 
-@pytest.mark.parametrize("text, message", (("nonsense=1", "names 'nonsense'"), ("v4_medium=huge", "to 'huge'"), ("v4_medium", "has 'v4_medium'")))
+@pytest.mark.parametrize(
+    "text, message",
+    (("nonsense=1", "names 'nonsense'"), ("v4_medium=huge", "to 'huge'"), ("v4_medium", "has 'v4_medium'")),
+)
 def test_another_name_or_value_is_refused(choose, text, message):
     choose(text)
     with pytest.raises(SelectionError, match=message) as error:
@@ -117,6 +121,7 @@ def test_reasoning_field(choose, version, tokenizers):
 
 def test_defaults_of_the_server_give_way(version, tokenizers):
     """A08: the request's own switch wins over a server default of another name, and an effort word over both."""
+
     def asked(defaults, **fields):
         request = ChatCompletionRequest.model_validate({"model": "m", "messages": [USER], **fields})
         return request.build_chat_params(None, "auto").with_defaults(defaults).chat_template_kwargs

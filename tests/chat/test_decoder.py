@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.ampere.integration.chat.arguments import PayloadReader
 from vllm.ampere.integration.chat.decoder import AnswerDecoder
 
 from .dialect import spell
@@ -19,12 +20,21 @@ SCHEMA = {"a": {"type": "string"}, "n": {"type": "integer"}, "k": {}}
 
 def read(pieces, **options) -> tuple[Answer, bool]:
     """The answer in these pieces, and whether its last call was left open."""
-    decoder = AnswerDecoder(reasoning=True, properties=lambda name: SCHEMA, dropped=("<｜end▁of▁sentence｜>",), **options)
+    decoder = AnswerDecoder(
+        reasoning=True, properties=lambda name: SCHEMA, dropped=("<｜end▁of▁sentence｜>",), **options
+    )
     answer = Answer()
     for piece in (*map(decoder.feed, pieces), decoder.finish()):
         answer.reasoning += piece.reasoning
         answer.content += piece.content
-        answer.add({"tool_calls": [{"index": call.index, "function": {"name": call.name, "arguments": call.arguments}} for call in piece.calls]})
+        answer.add(
+            {
+                "tool_calls": [
+                    {"index": call.index, "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in piece.calls
+                ]
+            }
+        )
     return answer, decoder.call_is_open
 
 
@@ -39,7 +49,12 @@ def pieces_of(text: str, cuts) -> list[str]:
 def test_an_answer_is_what_was_written(version, data):
     made = data.draw(answers)
     answer, open_call = read([made.written(version)])
-    assert (answer.reasoning, answer.content, answer.calls, open_call) == (made.reasoning, made.content, made.arguments_texts, False)
+    assert (answer.reasoning, answer.content, answer.calls, open_call) == (
+        made.reasoning,
+        made.content,
+        made.arguments_texts,
+        False,
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -51,7 +66,7 @@ def test_cuts_change_nothing(text, cuts, keep):
 
 
 def is_prefix_of_json_object(text: str) -> bool:
-    """Whether some text behind `text` makes it a JSON object: brackets, a string or a value are closed as they are open."""
+    """Whether some text behind `text` makes it a JSON object: what is open in it is closed."""
     tails = ("", '"', "0", '"": 0', ": 0", '": 0', "\\\\")
     openings, in_string, escaped = [], False, False
     for character in text:
@@ -131,7 +146,7 @@ def timed(text: str) -> tuple[float, str]:
 @pytest.mark.parametrize("string", ("=", ":"))
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG)
 def test_200_kb_of_argument_take_less_than_a_second(value, string):
-    """CPU seconds, in pieces of four characters, about a token: far from the limit unless time grows with the square."""
+    """CPU seconds, in pieces of about a token: far from the limit unless time grows with the square."""
     seconds, arguments = timed(spell("v41", f"t</think>«calls»\n«f»\n«a{string}»{value}«/»\n«/f»\n«/calls»"))
     assert json.loads(arguments) == {"a": value}
     assert seconds < 1.0
@@ -152,3 +167,26 @@ HOSTILE = {
 def test_200_kb_of_anything_take_less_than_two_seconds(text):
     """CPU seconds, in pieces of four characters."""
     assert timed(text)[0] < 2.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(payload=st.text(), cuts=st.lists(st.integers(0, 200), max_size=8), ascii_only=st.booleans())
+def test_the_payload_of_a_custom_tool(payload, cuts, ascii_only):
+    text = json.dumps({"input": payload}, ensure_ascii=ascii_only)
+    reader = PayloadReader()
+    assert "".join(map(reader.read, pieces_of(text, cuts))) == payload
+    reader = PayloadReader()
+    assert "".join(map(reader.read, text)) == payload
+
+
+def test_other_arguments_have_no_payload():
+    reader = PayloadReader()
+    assert "".join(map(reader.read, '{"other": "x", "input": "y"}')) == ""
+
+
+def test_200_kb_of_payload_take_less_than_a_second():
+    text = json.dumps({"input": 'word "\\\n' * 20_000})
+    reader, start = PayloadReader(), time.process_time()
+    read = [reader.read(text[at : at + 4]) for at in range(0, len(text), 4)]
+    assert time.process_time() - start < 1.0
+    assert "".join(read) == json.loads(text)["input"]

@@ -28,8 +28,11 @@ def test_max_tokens_cuts(server):
 def test_a_queue_serves_clients_that_name_no_script(server):
     server.queue("agent-7", [{"script": "x</think>first"}, {"script": "y</think>second"}])
     for expected in ("first", "second"):
-        status, body = server.post("/v1/messages", {
-            "model": server.model, "max_tokens": 50, "messages": [USER], "vllm_xargs": {}}, headers={"X-Request-Id": "agent-7"})
+        status, body = server.post(
+            "/v1/messages",
+            {"model": server.model, "max_tokens": 50, "messages": [USER], "vllm_xargs": {}},
+            headers={"X-Request-Id": "agent-7"},
+        )
         assert status == 200 and body["content"][-1]["text"] == expected
     assert len(server.seen("agent-7")) == 2
 

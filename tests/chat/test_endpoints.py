@@ -32,7 +32,12 @@ def shown(items: list[dict]) -> list[tuple]:
 
 @EVERY
 def test_responses_streamed_equals_whole(server, version, case):
-    body = {"model": server.model, "input": "Q", "tools": responses_tools(case), "vllm_xargs": {"script": spell(version, case.answer)}}
+    body = {
+        "model": server.model,
+        "input": "Q",
+        "tools": responses_tools(case),
+        "vllm_xargs": {"script": spell(version, case.answer)},
+    }
     status, whole = server.post("/v1/responses", body)
     assert status == 200
     expected = [("reasoning", spell(version, case.reasoning))] * bool(case.reasoning)
@@ -45,8 +50,11 @@ def test_responses_streamed_equals_whole(server, version, case):
     assert sorted(shown(events[-1]["response"]["output"])) == sorted(shown(whole["output"]))
     for item in events[-1]["response"]["output"]:
         if item["type"] == "function_call":
-            pieces = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"
-                      and event["item_id"] == item["id"]]
+            pieces = [
+                event["delta"]
+                for event in events
+                if event["type"] == "response.function_call_arguments.delta" and event["item_id"] == item["id"]
+            ]
             assert "".join(pieces) == item["arguments"]
 
 
@@ -76,8 +84,13 @@ def told(block: dict) -> tuple:
 @EVERY
 def test_anthropic_streamed_equals_whole(server, version, case):
     tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in case.tools]
-    body = {"model": server.model, "max_tokens": 2000, "messages": [USER], "tools": tools,
-            "vllm_xargs": {"script": spell(version, case.answer)}}
+    body = {
+        "model": server.model,
+        "max_tokens": 2000,
+        "messages": [USER],
+        "tools": tools,
+        "vllm_xargs": {"script": spell(version, case.answer)},
+    }
     status, whole = server.post("/v1/messages", body)
     assert status == 200
     events = server.events_of("/v1/messages", body | {"stream": True})
@@ -99,13 +112,39 @@ def test_a_stored_conversation_keeps_calls_and_instructions(server, version):
         assert status == 200, answer
         return answer
 
-    first = ask("R1</think>" + ONE, instructions="OLD", input=[{"role": "system", "content": "SYS"}, {"role": "user", "content": "Q"}])
+    first = ask(
+        "R1</think>" + ONE,
+        instructions="OLD",
+        input=[{"role": "system", "content": "SYS"}, {"role": "user", "content": "Q"}],
+    )
     result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "RESULT"}
     second = ask("R2</think>done", instructions="FRESH", input=[result], previous_response_id=first["id"])
     prompt = server.seen()[-1]["prompt"]
     assert "OLD" not in prompt
-    places = [prompt.index(text) for text in ("FRESH", "SYS", "<｜User｜>Q", "R1</think>", spell(version, ONE), "RESULT")]
+    places = [
+        prompt.index(text) for text in ("FRESH", "SYS", "<｜User｜>Q", "R1</think>", spell(version, ONE), "RESULT")
+    ]
     assert places == sorted(places)
     ask("t</think>a", input="And then?", previous_response_id=second["id"])
     prompt = server.seen()[-1]["prompt"]
     assert "FRESH" not in prompt and "R2</think>done" in prompt and spell(version, ONE) in prompt
+
+
+CUSTOM = [{"type": "custom", "name": "patch", "description": "Applies a patch."}]
+
+
+@pytest.mark.parametrize("cut", (False, True))
+def test_a_custom_tool_gets_its_text(server, version, cut):
+    payload = '*** Begin\n+ "quoted" \\ 世界 🎉\n' * 5
+    script = spell(version, f"t</think>«calls»\n«patch»\n«input=»{payload}«/»\n«/patch»\n«/calls»")
+    body = {"model": server.model, "input": "Q", "tools": CUSTOM, "vllm_xargs": {"script": script}}
+    body |= {"max_output_tokens": 60} if cut else {}
+    status, whole = server.post("/v1/responses", body)
+    assert status == 200
+    text = whole["output"][-1]["input"]
+    assert (payload.startswith(text) and 10 < len(text) < len(payload)) if cut else text == payload
+    assert whole["status"] == ("incomplete" if cut else "completed")
+    events = server.events_of("/v1/responses", body | {"stream": True})
+    assert events[-1]["response"]["output"][-1]["input"] == text
+    pieces = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(pieces) == text and len(pieces) > 3

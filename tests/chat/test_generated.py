@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated conversations on the real server: the prompt is the format's, and whole and streamed answers are what was written."""
+"""Generated conversations on the real server: its prompt is the format's, its answers are what the model wrote."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +28,12 @@ def test_a_conversation_and_its_answer(server, version, messages, made, tools, c
 
 
 @OVER_HTTP
-@given(soup=soups, max_tokens=st.integers(1, 60), stop=st.sampled_from(([], ["x"], ["</"], ["ke"])), chunk=st.integers(1, 9))
+@given(
+    soup=soups,
+    max_tokens=st.integers(1, 60),
+    stop=st.sampled_from(([], ["x"], ["</"], ["ke"])),
+    chunk=st.integers(1, 9),
+)
 def test_markup_in_any_order_cut_anywhere(server, soup, max_tokens, stop, chunk):
     fields = {"tools": list(TOOLS), "max_tokens": max_tokens, "stop": stop}
     whole = server.chat(soup, **fields)

@@ -24,8 +24,15 @@ BOTH = pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda convers
 
 def by_the_rules(version: str, given: Conversation) -> str:
     effort = given.v4_effort if version == "v4" else given.v41_effort
-    return render(version, given.messages, given.tools, thinks=given.thinks, effort=effort, opens=given.opens,
-                  continues=given.continues)
+    return render(
+        version,
+        given.messages,
+        given.tools,
+        thinks=given.thinks,
+        effort=effort,
+        opens=given.opens,
+        continues=given.continues,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +59,24 @@ def test_the_file_names_its_tokenizer(golden):
     assert all(len(golden[version]) == len(CONVERSATIONS) >= 40 for version in ("v4", "v41"))
 
 
+HEAD = (
+    "<｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, "
+    "the more thorough the reasoning)\n\n"
+)
 LITERAL = {
-    "A01-assistant-last": "<｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the"
-    " reasoning)\n\n<｜User｜>Hello, 世界 🎉<｜Assistant｜><think>A greeting.</think>Hi.<｜end▁of▁sentence｜><｜Assistant｜><think>",
-    "A02-continue": "<｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the"
-    " reasoning)\n\n<｜User｜>Hello, 世界 🎉<｜Assistant｜><think>A greeting.</think>Hi.",
-    "A04-developer-user": "<｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the"
-    " reasoning)\n\n<｜User｜>Answer in French.<｜User｜>Hello, 世界 🎉<｜Assistant｜><think>",
-    "A15-results-in-reverse": "<｜Assistant｜><think></think>\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"read\">\n<｜DSML｜ parameter name=\"path\""
-    " string=\"true\">a</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n<｜DSML｜ invoke name=\"read\">\n<｜DSML｜ parameter name=\"path\" string=\"true\">b"
-    "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls><｜end▁of▁sentence｜><｜User｜><tool_result>A</tool_result>\n\n"
-    "<tool_result>B</tool_result><｜Assistant｜><think>",
+    "A01-assistant-last": HEAD + "<｜User｜>Hello, 世界 🎉<｜Assistant｜><think>A greeting.</think>Hi."
+    "<｜end▁of▁sentence｜><｜Assistant｜><think>",
+    "A02-continue": HEAD + "<｜User｜>Hello, 世界 🎉<｜Assistant｜><think>A greeting.</think>Hi.",
+    "A04-developer-user": HEAD + "<｜User｜>Answer in French.<｜User｜>Hello, 世界 🎉<｜Assistant｜><think>",
+    "A15-results-in-reverse": "<｜Assistant｜><think></think>\n\n<｜DSML｜ calls>\n"
+    '<｜DSML｜ invoke name="read">\n'
+    '<｜DSML｜ parameter name="path" string="true">a</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n"
+    '<｜DSML｜ invoke name="read">\n'
+    '<｜DSML｜ parameter name="path" string="true">b</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n"
+    "</｜DSML｜ calls><｜end▁of▁sentence｜>"
+    "<｜User｜><tool_result>A</tool_result>\n\n<tool_result>B</tool_result><｜Assistant｜><think>",
     "system-user-without-thinking": "<｜begin▁of▁sentence｜><｜System｜>Be brief.<｜User｜>Hello, 世界 🎉<｜Assistant｜></think>",
 }
 
@@ -79,8 +93,12 @@ def write() -> None:
     for version in ("v4", "v41"):
         texts = {given.id: by_the_rules(version, given) for given in CONVERSATIONS}
         rows = [
-            f"{json.dumps(name)}: " + json.dumps({"text": text, "ids": tokenizer.encode(text, add_special_tokens=False).ids},
-                                                 ensure_ascii=False, separators=(",", ":"))
+            f"{json.dumps(name)}: "
+            + json.dumps(
+                {"text": text, "ids": tokenizer.encode(text, add_special_tokens=False).ids},
+                ensure_ascii=False,
+                separators=(",", ":"),
+            )
             for name, text in texts.items()
         ]
         lines.append(f'"{version}": {{\n' + ",\n".join(rows) + "\n}")

@@ -62,7 +62,14 @@ class Direct:
             for token in step:
                 all_ids.append(token)
                 fresh, new, prefix, read = detokenize_incrementally(
-                    self.tokenizer, all_ids, tokens, prefix, read, skip_special_tokens=False, spaces_between_special_tokens=True)
+                    self.tokenizer,
+                    all_ids,
+                    tokens,
+                    prefix,
+                    read,
+                    skip_special_tokens=False,
+                    spaces_between_special_tokens=True,
+                )
                 tokens = tokens + fresh
                 text += "" if token == EOS else new
             end = len(text) if at + tokens_a_step >= len(ids) else max(sent, len(text) - held_back)
@@ -77,7 +84,9 @@ def test_every_cut_gives_the_whole_answer(tokenizers, version, case):
     whole = direct.whole()
     if direct.expected is not None:
         assert (whole.reasoning, whole.content, whole.calls) == (
-            direct.expected.reasoning, direct.expected.content, direct.expected.calls
+            direct.expected.reasoning,
+            direct.expected.content,
+            direct.expected.calls,
         )
     text = direct.answer
     assert_same(whole, direct.streamed([(character, ()) for character in text]))

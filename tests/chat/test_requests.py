@@ -76,12 +76,18 @@ MISTAKES = {
     "content-number": ({"messages": [{"role": "user", "content": 5}]}, "content"),
     "part-without-text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
     "A12-image-token-in-a-text": ({"messages": [{"role": "user", "content": f"see {IMAGE}"}]}, "image token"),
-    "image-token-in-a-part": ({"messages": [{"role": "user", "content": [{"type": "text", "text": IMAGE}]}]}, "image token"),
+    "image-token-in-a-part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": IMAGE}]}]},
+        "image token",
+    ),
     "image-token-in-a-result": ({"messages": [*history("{}")[:2], {**RESULT, "content": IMAGE}]}, "image token"),
     "image-token-in-reasoning": ({"messages": [USER, {**REASONED, "reasoning": IMAGE}, USER]}, "image token"),
     "A13-image-token-in-an-argument": ({"messages": history(json.dumps({"a": [{"b": IMAGE}]}))}, "image token"),
     "image-token-in-an-argument-name": ({"messages": history(json.dumps({IMAGE: 1}))}, "image token"),
-    "A13-image-token-in-a-tool": ({"tools": [{"type": "function", "function": {"name": "f", "description": IMAGE}}]}, "image token"),
+    "A13-image-token-in-a-tool": (
+        {"tools": [{"type": "function", "function": {"name": "f", "description": IMAGE}}]},
+        "image token",
+    ),
     "switch-is-text": (kwargs(thinking="false"), "thinking must be"),
     "switches-disagree": (kwargs(thinking=True, enable_thinking=False), "disagree"),
     "deepseek-switch-is-a-number": ({"thinking": 7}, "thinking must be"),
@@ -89,11 +95,26 @@ MISTAKES = {
     "unknown-effort": (kwargs(reasoning_effort="ultra"), "reasoning_effort"),
     "drop-thinking-is-text": (kwargs(drop_thinking="x"), "drop_thinking"),
     "tools-in-kwargs": (kwargs(tools="x"), "tools"),
-    "continue-a-user": ({"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
-    "continue-and-open": ({"messages": [USER, REASONED], "continue_final_message": True, "add_generation_prompt": True},
-                          "continue_final_message"),
-    "custom-tool-call": ({"messages": [USER, {"role": "assistant", "tool_calls": [{"type": "custom", "id": "c", "custom": {
-        "name": "f", "input": "x"}}]}]}, "function"),
+    "continue-a-user": (
+        {"messages": [USER], "continue_final_message": True, "add_generation_prompt": False},
+        "continue_final_message",
+    ),
+    "continue-and-open": (
+        {"messages": [USER, REASONED], "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
+    "custom-tool-call": (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "custom", "id": "c", "custom": {"name": "f", "input": "x"}}],
+                },
+            ]
+        },
+        "function",
+    ),
     "tool-without-a-name": ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "name"),
     "choice-without-tools": ({"tool_choice": "auto"}, "tool_choice"),
 }
@@ -129,7 +150,9 @@ def test_no_arguments_are_no_parameters(server, version, arguments):
     assert spell(version, "«f»\n\n«/f»") in server.prompt(history(arguments), tools=list(TOOLS))
 
 
-@pytest.mark.parametrize("fields", ({"reasoning": "RC"}, {"reasoning_content": "RC"}, {"reasoning": None, "reasoning_content": "RC"}))
+@pytest.mark.parametrize(
+    "fields", ({"reasoning": "RC"}, {"reasoning_content": "RC"}, {"reasoning": None, "reasoning_content": "RC"})
+)
 def test_a17_reasoning_by_either_name(server, fields):
     messages = history("{}")
     messages[1].update(fields)
@@ -141,7 +164,11 @@ def test_a19_an_answer_behind_an_assistant_message(server):
     for messages, fields, expected in (
         ([USER, REASONED], {}, ("cont", "")),
         ([USER, REASONED], {"continue_final_message": True, "add_generation_prompt": False}, ("", "cont")),
-        ([USER, {**REASONED, "content": ""}], {"continue_final_message": True, "add_generation_prompt": False}, ("cont", "")),
+        (
+            [USER, {**REASONED, "content": ""}],
+            {"continue_final_message": True, "add_generation_prompt": False},
+            ("cont", ""),
+        ),
     ):
         for ask in (server.chat, server.chat_stream):
             answer = ask("cont", messages, **fields)
@@ -151,9 +178,13 @@ def test_a19_an_answer_behind_an_assistant_message(server):
 def test_a20_a_grammar_waits_for_the_reasoning(server):
     fields = {"response_format": {"type": "json_object"}}
     for hidden in (False, True):
-        seen = server.seen_of(lambda key: server.chat("t</think>{}", request_id=key, include_reasoning=not hidden, **fields))
+        seen = server.seen_of(
+            lambda key: server.chat("t</think>{}", request_id=key, include_reasoning=not hidden, **fields)
+        )
         assert seen["reasoning_ended"] is False and "json_object=True" in seen["grammar"]
-    seen = server.seen_of(lambda key: server.chat("{}", request_id=key, include_reasoning=False, **kwargs(thinking=False), **fields))
+    seen = server.seen_of(
+        lambda key: server.chat("{}", request_id=key, include_reasoning=False, **kwargs(thinking=False), **fields)
+    )
     assert seen["reasoning_ended"] is True
 
 
@@ -164,7 +195,9 @@ def test_a27_tokens_of_the_reasoning_are_counted(server):
 
 
 def test_a38_a_long_argument_is_streamed(server, version):
-    answer = server.chat_stream(spell(version, "t</think>«calls»\n«f»\n«a=»" + "word " * 200 + "«/»\n«/f»\n«/calls»"), tools=list(TOOLS))
+    answer = server.chat_stream(
+        spell(version, "t</think>«calls»\n«f»\n«a=»" + "word " * 200 + "«/»\n«/f»\n«/calls»"), tools=list(TOOLS)
+    )
     assert max(answer.argument_pieces[0]) < 40 and sum(answer.argument_pieces[0]) > 1000
 
 
@@ -172,14 +205,26 @@ def test_a38_a_long_argument_is_streamed(server, version):
 
 
 def responses(server, script: str, **fields):
-    status, body = server.post("/v1/responses", {"model": server.model, "input": "Q", "vllm_xargs": {"script": script}, **fields})
+    status, body = server.post(
+        "/v1/responses", {"model": server.model, "input": "Q", "vllm_xargs": {"script": script}, **fields}
+    )
     if status != 200:
         raise Refused(status, body)
     return body
 
 
-@pytest.mark.parametrize("effort, thinks", (("none", False), ("minimal", True), ("low", True), ("medium", True), ("high", True),
-                                            ("xhigh", True), ("max", True)))
+@pytest.mark.parametrize(
+    "effort, thinks",
+    (
+        ("none", False),
+        ("minimal", True),
+        ("low", True),
+        ("medium", True),
+        ("high", True),
+        ("xhigh", True),
+        ("max", True),
+    ),
+)
 def test_a28_responses_effort(server, effort, thinks):
     body = responses(server, "t</think>a" if thinks else "a", reasoning={"effort": effort})
     assert [item["type"] for item in body["output"]] == ["reasoning"] * thinks + ["message"]
@@ -211,8 +256,13 @@ def test_responses_show_every_part_and_every_instruction(server):
     given = [
         {"role": "system", "content": "SYS"},
         {"role": "user", "content": [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]},
-        {"type": "message", "role": "assistant", "id": "m1", "status": "completed",
-         "content": [{"type": "output_text", "text": text, "annotations": []} for text in ("three", "four")]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "m1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": text, "annotations": []} for text in ("three", "four")],
+        },
         {"role": "developer", "content": "DEV"},
         {"role": "user", "content": "five"},
     ]
@@ -224,8 +274,10 @@ def test_responses_show_every_part_and_every_instruction(server):
 
 def test_responses_continue_an_incomplete_message(server):
     part = {"type": "output_text", "text": "begun", "annotations": []}
-    given = [{"role": "user", "content": "Q"},
-             {"type": "message", "role": "assistant", "id": "m1", "status": "incomplete", "content": [part]}]
+    given = [
+        {"role": "user", "content": "Q"},
+        {"type": "message", "role": "assistant", "id": "m1", "status": "incomplete", "content": [part]},
+    ]
     body = responses(server, " and done", input=given)
     assert server.seen()[-1]["prompt"].endswith("</think>begun")
     assert body["output"][-1]["content"][0]["text"] == " and done"
@@ -236,7 +288,9 @@ def test_responses_tools_as_sent(server):
     assert '\n{"name": "f"}\n' in server.seen()[-1]["prompt"]
 
 
-@pytest.mark.parametrize("fields, word", (({"input": []}, "messages is empty"), (kwargs(thinking=1), "thinking must be")))
+@pytest.mark.parametrize(
+    "fields, word", (({"input": []}, "messages is empty"), (kwargs(thinking=1), "thinking must be"))
+)
 def test_responses_mistakes(server, fields, word):
     with pytest.raises(Refused, match=word) as refused:
         responses(server, "a", **fields)
@@ -276,7 +330,9 @@ def test_anthropic_prefill_is_continued(server):
 
 
 def test_anthropic_thinking(server):
-    blocks = anthropic(server, "t</think>a", max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 1024})["content"]
+    blocks = anthropic(server, "t</think>a", max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 1024})[
+        "content"
+    ]
     assert [block["type"] for block in blocks] == ["thinking", "text"]
     assert [block["type"] for block in anthropic(server, "a", thinking={"type": "disabled"})["content"]] == ["text"]
     assert server.seen()[-1]["prompt"].endswith("</think>")
@@ -289,7 +345,9 @@ def test_anthropic_tool_use(server, version):
     assert '{"name": "f", "parameters": {"type": "object"' in server.seen()[-1]["prompt"]
 
 
-@pytest.mark.parametrize("fields, reason", (({"max_tokens": 32}, "max_tokens"), ({"stop_sequences": ["this"]}, "stop_sequence")))
+@pytest.mark.parametrize(
+    "fields, reason", (({"max_tokens": 32}, "max_tokens"), ({"stop_sequences": ["this"]}, "stop_sequence"))
+)
 def test_anthropic_cut_tool_use_is_not_handed_over(server, version, fields, reason):
     answer = anthropic(server, spell(version, "t</think>" + ONE), tools=ANTHROPIC_TOOLS, **fields)
     assert (answer["stop_reason"], [block["type"] for block in answer["content"]]) == (reason, ["thinking"])

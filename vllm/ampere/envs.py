@@ -16,7 +16,8 @@ def kernels() -> dict[str, str]:
     Raises:
         SelectionError: an entry without "=".
     """
-    return _pairs("VLLM_AMPERE_KERNELS", os.environ.get("VLLM_AMPERE_KERNELS", ""), '"op=name", or "*=reference" for all')
+    asked = os.environ.get("VLLM_AMPERE_KERNELS", "")
+    return _pairs("VLLM_AMPERE_KERNELS", asked, '"op=name", or "*=reference" for all')
 
 
 def chat() -> dict[str, str]:

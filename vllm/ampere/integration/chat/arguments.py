@@ -6,6 +6,7 @@ passed on as the model wrote them: string="true" is a string whatever a schema s
 """
 
 import json
+import re
 from collections.abc import Mapping
 
 
@@ -111,3 +112,31 @@ def as_object(text: str) -> str | None:
 def _as_json(value: str) -> str:
     """`value` as it is if it is JSON, else as a string: a bare word, NaN, what is not finished."""
     return value.strip() if is_json(value) else f'"{quoted(value)}"'
+
+
+class PayloadReader:
+    """Reads the text out of `{"input": "<text>"}`, the arguments of a tool that takes no JSON, piece by piece."""
+
+    _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+    # Whole characters and escapes, and both halves of a surrogate pair together.
+    _TEXT = re.compile(
+        r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*'
+    )
+    _LONGEST_HEAD = 64
+
+    def __init__(self):
+        self._rest, self._inside = "", False
+
+    def read(self, arguments: str) -> str:
+        """The text that the next piece of the arguments adds; what is no such object adds nothing."""
+        if not self._inside and len(self._rest) > self._LONGEST_HEAD:
+            return ""
+        self._rest += arguments
+        if not self._inside:
+            head = self._HEAD.match(self._rest)
+            if head is None:
+                return ""
+            self._inside, self._rest = True, self._rest[head.end() :]
+        end = self._TEXT.match(self._rest).end()
+        text, self._rest = self._rest[:end], self._rest[end:]
+        return json.loads(f'"{text}"', strict=False)

@@ -25,22 +25,22 @@ class Choice(NamedTuple):
 CHOICES = {
     "v41_effort": Choice(
         ("low50", "low25"),
-        "V4.1's budgets for low, high, xhigh, max: 50, 75, 75, 100 in vLLM 0.33.0; 25, 50, 75, 100 in SGLang's copy of the "
-        "release encoder. The checkpoint's own encoder decides; it changes every prompt that names no number.",
+        "V4.1's budgets for low, high, xhigh, max: 50, 75, 75, 100 in vLLM 0.33.0; 25, 50, 75, 100 in SGLang's copy "
+        "of the release encoder. The checkpoint's own encoder decides; it changes every prompt that names no number.",
     ),
     "v4_medium": Choice(
         ("low", "high"),
-        "V4's effort for medium: low in vLLM 0.33.0 (vllm#50580); high in DeepSeek's API documentation. V4.1 takes high.",
+        "V4's effort for medium: low in vLLM 0.33.0 (vllm#50580); high in DeepSeek's API documentation, as in V4.1.",
     ),
     "unclosed_reasoning": Choice(
         ("reasoning", "content"),
-        "an answer that ends by itself inside its reasoning: left there, as vLLM 0.33.0 does (vllm#48645, vllm#52640), or "
+        "an answer that ends by itself inside its reasoning: left there, as in vLLM 0.33.0 (vllm#48645, #52640), or "
         "handed over as content. It is content in any case where the client asked not to see reasoning.",
     ),
     "reasoning_field": Choice(
         ("reasoning", "both"),
-        "the field of the reasoning in chat answers: vLLM's name, or DeepSeek's reasoning_content beside it, with the same "
-        "text, for clients that know no other. Requests may use either name in any case.",
+        "the field of the reasoning in chat answers: vLLM's name, or DeepSeek's reasoning_content beside it, with the "
+        "same text, for clients that know no other. Requests may use either name in any case.",
     ),
     "after_calls": Choice(
         ("drop", "keep"),

@@ -13,7 +13,8 @@ What becomes of markup that is not as it should be:
     an invoke without parameters whose body is a JSON object   is a call with that object
     an invoke with another body                                is text
     a parameter that does not parse                            is text, and its call is never closed
-    a call that ends with the answer                           keeps its open JSON, unless the end tags alone are missing
+    text between parameters, or between calls in a block       is content; a stream has it at its end
+    a call that ends with the answer                           keeps its JSON open, unless only end tags are missing
     <think> or </think> before the first word                  vanishes, later it is text
 """
 
@@ -79,8 +80,16 @@ class AnswerDecoder:
         call_is_open: the last call is not complete; after `finish`: it never will be.
     """
 
-    def __init__(self, *, reasoning: bool, think_tags: bool = True, tools: bool = True,
-                 properties: Callable[[str], Mapping] = lambda name: {}, dropped=(), keep_after_calls: bool = False):
+    def __init__(
+        self,
+        *,
+        reasoning: bool,
+        think_tags: bool = True,
+        tools: bool = True,
+        properties: Callable[[str], Mapping] = lambda name: {},
+        dropped=(),
+        keep_after_calls: bool = False,
+    ):
         kinds = (*(("think", "think_end") if think_tags else ()), *(_DSML_KINDS if tools else ()))
         self._reader = Reader(kinds, dropped) if kinds or dropped else None
         self._properties, self._keep_after_calls = properties, keep_after_calls

@@ -72,8 +72,13 @@ class Reader:
         if found.partial:
             return Tag("", found.end())
         groups = found.groupdict()
-        return Tag(found.lastgroup, found.end(), groups.get("invoke_name") or groups.get("parameter_name") or "",
-                   groups.get("string"), groups.get("spelling") or "")
+        return Tag(
+            found.lastgroup,
+            found.end(),
+            groups.get("invoke_name") or groups.get("parameter_name") or "",
+            groups.get("string"),
+            groups.get("spelling") or "",
+        )
 
 
 def closing(spelling: str) -> str:

@@ -18,8 +18,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image", "image_pil")
 
 
-def encode_v4(encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None,
-              kwargs: Mapping) -> str:
+def encode_v4(
+    encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None, kwargs: Mapping
+) -> str:
     """The prompt of V4.
 
     Args:
@@ -34,8 +35,13 @@ def encode_v4(encode: Callable[..., str], messages: Sequence[Mapping], tools: Se
     return _encode(encode, messages, tools, kwargs, reasoning_effort=switches.v4_effort(kwargs))
 
 
-def encode_v41(encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None,
-               image_order: list[int] | None, kwargs: Mapping) -> str:
+def encode_v41(
+    encode: Callable[..., str],
+    messages: Sequence[Mapping],
+    tools: Sequence[Mapping] | None,
+    image_order: list[int] | None,
+    kwargs: Mapping,
+) -> str:
     """The prompt of V4.1.
 
     Args:
@@ -87,7 +93,9 @@ def _encode(encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **optio
     last = conversation[-1]
     if continues:
         if last["role"] != "assistant":
-            raise ValueError(f"continue_final_message continues an assistant message; the last one's role is {last['role']}")
+            raise ValueError(
+                f"continue_final_message continues an assistant message; the last one's role is {last['role']}"
+            )
         last["wo_eos"] = True
     drop_thinking = kwargs.get("drop_thinking", True)
     if not isinstance(drop_thinking, bool):
@@ -161,7 +169,9 @@ def _flattened(message: dict, images: int) -> dict:
         message: checked.
         images: number of images in the messages before.
     """
-    parts = message["content"] if isinstance(message["content"], list) else [{"type": "text", "text": message["content"]}]
+    parts = (
+        message["content"] if isinstance(message["content"], list) else [{"type": "text", "text": message["content"]}]
+    )
     texts, indices = [], []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
