@@ -201,6 +201,25 @@ def test_a38_a_long_argument_is_streamed(server, version):
     assert max(answer.argument_pieces[0]) < 40 and sum(answer.argument_pieces[0]) > 1000
 
 
+def test_deepseeks_prefix_is_continued(server):
+    messages = [USER, {"role": "assistant", "content": "begun", "prefix": True}]
+    assert server.prompt(messages).endswith("</think>begun")
+    assert server.chat(" and done", messages).content == " and done"
+
+
+@pytest.mark.parametrize("depth", (100, 500, 900, 990, 2000))
+def test_nested_arguments_are_shown_or_refused(server, depth):
+    nested = '{"a": ' + "[" * depth + "]" * depth + "}"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": json.loads("[" * 90 + "]" * 90)}}}
+    try:
+        prompt = server.prompt(history(nested), tools=[tool])
+    except Refused as refused:
+        assert refused.status == 400
+    else:
+        assert "[" * depth in prompt
+    assert server.chat("t</think>still here").content == "still here"
+
+
 # -- the Responses endpoint
 
 

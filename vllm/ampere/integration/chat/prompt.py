@@ -32,7 +32,7 @@ def encode_v4(
     Raises:
         ValueError: a mistake in the conversation or in the arguments, or a text that spells the image token.
     """
-    return _encode(encode, messages, tools, kwargs, reasoning_effort=switches.v4_effort(kwargs))
+    return _shallow(_encode, encode, messages, tools, kwargs, reasoning_effort=switches.v4_effort(kwargs))
 
 
 def encode_v41(
@@ -52,7 +52,7 @@ def encode_v41(
         ValueError: as `encode_v4`.
     """
     effort = switches.v41_effort(kwargs)
-    return _encode(encode, messages, tools, kwargs, reasoning_effort=effort, image_order=image_order)
+    return _shallow(_encode, encode, messages, tools, kwargs, reasoning_effort=effort, image_order=image_order)
 
 
 def arguments_object(arguments) -> dict:
@@ -73,6 +73,13 @@ def arguments_object(arguments) -> dict:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
+def _shallow(function: Callable[..., str], *args, **kwargs) -> str:
+    try:
+        return function(*args, **kwargs)
+    except RecursionError:
+        raise ValueError("a message or a tool is nested too deeply") from None
+
+
 def _encode(encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **options) -> str:
     if not messages:
         raise ValueError("messages is empty; send at least one message")
@@ -89,8 +96,8 @@ def _encode(encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **optio
             conversation.insert(0, system)
         system["tools"] = [*(system.get("tools") or ()), *tools]
     thinking = switches.is_thinking(kwargs)
-    continues = bool(kwargs.get("continue_final_message"))
     last = conversation[-1]
+    continues = bool(kwargs.get("continue_final_message")) or bool(last.get("prefix"))
     if continues:
         if last["role"] != "assistant":
             raise ValueError(
@@ -131,6 +138,8 @@ def _checked(message: Mapping) -> dict:
         raise ValueError("a user message has an empty list of parts as its content")
     if reasoning := _reasoning(message):
         checked["reasoning"] = checked["reasoning_content"] = reasoning
+    if role == "assistant" and message.get("prefix"):
+        checked["prefix"] = True  # DeepSeek's own name for an answer to be continued
     if role == "assistant" and message.get("tool_calls"):
         checked["tool_calls"] = [_checked_call(call) for call in message["tool_calls"]]
     if role == "tool":
