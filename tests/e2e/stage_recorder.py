@@ -27,7 +27,8 @@ class StageRecorder:
         runner = self.model_runner
         model, speculator = runner.model.get_language_model().model, runner.speculator
         runner.model.register_forward_pre_hook(self._read, with_kwargs=True)
-        runner.model.register_forward_hook(self._send)
+        execute = runner.execute_model
+        runner.execute_model = lambda *args, **kwargs: self._send(execute(*args, **kwargs))
         if speculator is not None:
             speculator.propose = self._proposing(speculator.propose, model.config.sliding_window)
         own = range(model.start_layer, model.end_layer)
@@ -49,14 +50,16 @@ class StageRecorder:
             given[self.spoiled][0] = 7
         return args, given
 
-    def _send(self, model, args, output):
-        if not hasattr(output, "tensors"):
-            return
-        tensors = output.tensors
-        self.recorded["sent"].append({name: (str(t.dtype), tuple(t.shape), t.nbytes) for name, t in tensors.items()})
-        if self.spoiled in tensors:
-            tensors[self.spoiled] = tensors[self.spoiled].clone()
-            tensors[self.spoiled][-1] *= -1
+    def _send(self, output):
+        """`output` of the runner: what goes to the next stage, features of earlier stages included."""
+        if hasattr(output, "tensors"):
+            tensors = output.tensors
+            sent = {name: (str(t.dtype), tuple(t.shape), t.nbytes) for name, t in tensors.items()}
+            self.recorded["sent"].append(sent)
+            if self.spoiled in tensors:
+                tensors[self.spoiled] = tensors[self.spoiled].clone()
+                tensors[self.spoiled][-1] *= -1
+        return output
 
     def _proposing(self, propose, window):
         def proposing(batch, metadata, slots, hidden, taps, *args, **kwargs):
