@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -278,6 +279,9 @@ def test_the_health_check_of_a_running_server(healthcheck, server, tmp_path, mon
     command = [fake, "serve", "m", "--port", str(server.server_port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # it ends when its input does
         (tmp_path / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+        end = time.monotonic() + SECONDS
+        while healthcheck.server_options() is None and time.monotonic() < end:  # the kernel has not set its words yet
+            time.sleep(0.01)
         assert healthcheck.main() == 0
         server.status = 500
         assert healthcheck.main() == 1 and "500" in capsys.readouterr().out
