@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
