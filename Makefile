@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensu
 ENV = $(PYTHON) vllm/ampere/environment.py
 NOT_HERE = not gpu and not multi_gpu and not image
 
-.PHONY: help demo test test-long test-gpu test-ampere test-image image kernel-table env patch clean
+.PHONY: help demo test test-long test-gpu test-ampere test-image image kernel-table bench charts env patch clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -36,6 +36,13 @@ image:  ## build the image with docker or buildah (IMAGE, IMAGE_ARGS)
 
 kernel-table: env  ## write docs/en/kernels.md: registers, shared memory and spills of every Triton kernel
 	@.venv/bin/vllm-ampere kernels compile --update docs/en/kernels.md
+
+bench:  ## kernels beside their rivals on this machine's card, and a receipt (RECEIPT, SET=1|2|3; PYTHON: the one with vLLM)
+	$(PYTHON) benchmarks/bench_kernels.py $(if $(SET),--set $(SET)) --output $(or $(RECEIPT),kernels-receipt.json)
+
+charts:  ## summary.json and charts from the receipts in benchmarks/results (PYTHON: one with matplotlib)
+	$(PYTHON) benchmarks/summary.py
+	$(PYTHON) benchmarks/charts.py
 
 env:  ## the environment .venv: vLLM 0.33.0 for the CPU, patched, with vllm/ampere from this checkout
 	@$(ENV) cpu

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ours is compared with: upstream's kernels for the same work, torch, and the other ways to do it.
+
+A rival that cannot run says why; the receipt lists it with that reason. What its interface wants in another form than
+ours (a dequantised workspace, padded heads) is prepared outside the timing, in the rival's favour.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm.ampere.kernels.attention.reference import combine_topk_swa_ref
+from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
+from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
+from vllm.ampere.kernels.launch import triton, unavailable
+
+FLASHMLA_DECODE_HEADS = 64
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One way to do an op's work.
+
+    Attributes:
+        name: unique among the rivals of an op.
+        against: last word of its figure, "vs-<against>"; the fastest of those that share it counts.
+        ops: names of the ops whose place it takes.
+        prepare: keyword arguments of our op -> (call, result): `call` is timed, and `result(what call returned)` is
+            the tensor to compare with our op's first, or None where there is nothing to compare.
+        requires: why it cannot run in this process, or "".
+        lowered_like_ours: compiled as our kernels are, instead of for the card.
+    """
+
+    name: str
+    against: str
+    ops: tuple[str, ...]
+    prepare: Callable
+    requires: Callable[[], str]
+    lowered_like_ours: bool = False
+
+
+def _upstream(capability: tuple[int, int] = (8, 0), only_major: int | None = None) -> str:
+    """Why upstream's kernels cannot run: no CUDA build of vLLM, or not this card."""
+    if not torch.cuda.is_available():
+        return "there is no card"
+    if importlib.util.find_spec("vllm._custom_ops") is None:
+        return "vLLM is not installed"
+    have = torch.cuda.get_device_capability()
+    if only_major and have[0] != only_major:
+        return f"runs on compute capability {only_major}.x, the card has {have[0]}.{have[1]}"
+    if have < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}, the card has {have[0]}.{have[1]}"
+    from vllm.platforms import current_platform
+
+    return "" if current_platform.is_cuda() else "the installed vLLM has no CUDA kernels"
+
+
+def _needs_fp8() -> str:
+    return _upstream((8, 9))
+
+
+def _needs_flashmla() -> str:
+    if reason := _upstream(only_major=9):
+        return reason
+    from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
+
+    return is_flashmla_sparse_supported()[1] or ""
+
+
+def _needs_deep_gemm() -> str:
+    if reason := _upstream((9, 0)):
+        return reason
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+    return "" if is_deep_gemm_supported() else "vLLM finds no DeepGEMM for this card"
+
+
+def _workspace(given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both caches dequantised to bfloat16 [N, 1, 512], and one full list a token: int32 [T, 1, K], [T]."""
+    rows, lists, before = [], [], 0
+    for source in ("window", "compressed"):
+        cache, slots = given[f"{source}_cache"], given[f"{source}_slots"]
+        count = cache.shape[0] * cache.shape[1]
+        # The first page is vLLM's null block: not a number in any format.
+        every = torch.arange(count, device=cache.device)
+        every[: cache.shape[1]] = -1
+        rows.append(gather_dequant_slots_ref(cache, every, torch.bfloat16))
+        lists.append(slots + before)
+        before += count
+    indices = torch.cat(lists, 1)
+    lens = given["window_lens"] + given["compressed_lens"]
+    return torch.cat(rows).unsqueeze(1), indices.unsqueeze(1).contiguous(), lens
+
+
+def _portable_sparse_mla(given):
+    from vllm.v1.attention.ops.xpu_mla_sparse import triton_bf16_mla_sparse_interface
+
+    kv, indices, _ = _workspace(given)
+
+    def call():
+        return triton_bf16_mla_sparse_interface(given["q"], kv, indices, given["scale"], block_dpe=0)
+
+    def result(returned):
+        out, _, lse = returned
+        return out * torch.sigmoid(lse - given["sink"]).unsqueeze(-1)
+
+    return call, result
+
+
+def _flashmla_decode(given):
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+
+    heads = given["q"].shape[1]
+    padding = FLASHMLA_DECODE_HEADS - heads
+    q = torch.nn.functional.pad(given["q"], (0, 0, 0, padding)).unsqueeze(1)
+    sink = torch.nn.functional.pad(given["sink"], (0, padding))
+    out, plan = torch.empty_like(q), get_mla_metadata()[0]
+
+    def call():
+        flash_mla_with_kvcache(
+            q=q, k_cache=given["window_cache"].unsqueeze(-2), block_table=None, head_dim_v=512,
+            tile_scheduler_metadata=plan, cache_seqlens=None, is_fp8_kvcache=True,
+            indices=given["window_slots"].unsqueeze(1), topk_length=given["window_lens"],
+            softmax_scale=given["scale"], attn_sink=sink, extra_k_cache=given["compressed_cache"].unsqueeze(-2),
+            extra_indices_in_kvcache=given["compressed_slots"].unsqueeze(1),
+            extra_topk_length=given["compressed_lens"], out=out,
+        )  # fmt: skip
+
+    return call, lambda _: out[:, 0, :heads]
+
+
+def _flashmla_prefill(given):
+    from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+
+    kv, indices, lens = _workspace(given)
+    out = torch.empty_like(given["q"])
+
+    def call():
+        flash_mla_sparse_fwd(
+            q=given["q"], kv=kv, indices=indices, sm_scale=given["scale"], attn_sink=given["sink"],
+            topk_length=lens, out=out,
+        )  # fmt: skip
+
+    return call, lambda _: out
+
+
+def _upstream_gather(given):
+    from vllm.models.deepseek_v41.common.ops.cache_utils import dequantize_and_gather_k_cache_triton
+
+    out = torch.zeros_like(given["out"])
+
+    def call():
+        dequantize_and_gather_k_cache_triton(
+            out, given["cache"], given["seq_lens"], given["gather_lens"], given["block_table"],
+            given["cache"].shape[1], given["offset"],
+        )  # fmt: skip
+
+    return call, lambda _: out
+
+
+def _upstream_combine(given):
+    from vllm.models.deepseek_v41.common.ops.cache_utils import combine_topk_swa_indices
+
+    def call():
+        return combine_topk_swa_indices(
+            given["topk_rows"], given["query_start"], given["seq_lens"], given["gather_lens"], given["window"],
+            given["ratio"], given["topk"], given["request_rows"], given["compressed_rows"],
+        )  # fmt: skip
+
+    return call, lambda returned: returned[0]
+
+
+def _torch_combine(given):
+    return lambda: combine_topk_swa_ref(**given), lambda returned: returned[0]
+
+
+def _deep_gemm_logits(given):
+    from vllm.utils.deep_gemm import fp8_fp4_mqa_logits
+
+    def call():
+        return fp8_fp4_mqa_logits(
+            (given["q"], None), (given["keys"], given["key_scales"]), given["weights"], given["starts"],
+            given["ends"], given["width"],
+        )  # fmt: skip
+
+    return call, lambda logits: _seen(logits[:, : given["width"]], given["ends"] - given["starts"])
+
+
+def _seen(logits, visible) -> torch.Tensor:
+    """What a token does not see set to -inf, since DeepGEMM leaves it as it was."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    return logits.masked_fill(column >= visible.unsqueeze(-1), -torch.inf)
+
+
+def _deep_gemm_paged_logits(given):
+    """Each query token as a request of its own, as stock vLLM flattens more than two."""
+    from vllm.utils.deep_gemm import fp8_fp4_paged_mqa_logits, get_paged_mqa_logits_metadata
+
+    tokens, heads = given["weights"].shape
+    lens = given["visible"].unsqueeze(-1)
+    table = given["block_table"][given["request"].long()].contiguous()
+    cache = given["cache"].unsqueeze(-2)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = get_paged_mqa_logits_metadata(lens, cache.shape[1], processors)
+    q = given["q"].view(tokens, 1, heads, 128)
+
+    def call():
+        return fp8_fp4_paged_mqa_logits(
+            (q, None), cache, given["weights"], lens, table, plan, max_model_len=given["width"]
+        )
+
+    return call, lambda logits: _seen(logits[:, : given["width"]], given["visible"])
+
+
+def _flattened(given):
+    """Our own op with each query token as a request of its own."""
+    tokens = len(given["request"])
+    flat = given | {
+        "block_table": given["block_table"][given["request"].long()].contiguous(),
+        "request": torch.arange(tokens, dtype=torch.int32, device=given["request"].device),
+    }
+    return lambda: paged_mqa_logits(**flat), lambda logits: logits
+
+
+def _torch_topk(given):
+    return lambda: torch.topk(given["scores"], given["k"]).indices, lambda rows: rows.int().sort().values
+
+
+def _upstream_topk_prefill(given):
+    from vllm import _custom_ops
+
+    scores, k, (rows, width) = given["scores"], given["k"], given["scores"].shape
+    starts = torch.zeros(rows, dtype=torch.int32, device=scores.device)
+    ends, out = torch.full_like(starts, width), starts.new_empty(rows, k)
+
+    def call():
+        _custom_ops.top_k_per_row_prefill(scores, starts, ends, out, rows, *scores.stride(), k)
+
+    return call, lambda _: out.sort().values
+
+
+def _upstream_topk_decode(given):
+    from vllm import _custom_ops
+
+    scores, k, (rows, width) = given["scores"], given["k"], given["scores"].shape
+    lens = torch.full((rows,), width, dtype=torch.int32, device=scores.device)
+    out = lens.new_empty(rows, k)
+
+    def call():
+        _custom_ops.top_k_per_row_decode(scores, 1, lens, out, rows, *scores.stride(), k)
+
+    return call, lambda _: out.sort().values
+
+
+@triton.jit
+def _empty_kernel(out_ptr):
+    """As many programs as the merge has, and nothing to do."""
+
+
+def _empty(given):
+    tokens, heads = given["partial"].shape[1:3]
+    out = torch.empty(1, device=given["partial"].device)
+    return lambda: _empty_kernel[(tokens * heads,)](out), None
+
+
+_SPARSE = ("sparse_mla_decode", "sparse_mla_prefill")
+_PAGED, _TOPK = ("paged_mqa_logits",), ("select_topk",)
+RIVALS = (
+    Rival("portable-bf16", "portable-bf16", _SPARSE, _portable_sparse_mla, _upstream, lowered_like_ours=True),
+    Rival("flash_mla_with_kvcache", "flashmla", ("sparse_mla_decode",), _flashmla_decode, _needs_flashmla),
+    Rival("flash_mla_sparse_fwd", "flashmla", ("sparse_mla_prefill",), _flashmla_prefill, _needs_flashmla),
+    Rival("upstream-triton", "upstream-triton", ("gather_dequant",), _upstream_gather, _needs_fp8),
+    Rival("upstream", "upstream", ("combine_topk_swa",), _upstream_combine, _upstream, lowered_like_ours=True),
+    Rival("torch", "torch", ("combine_topk_swa",), _torch_combine, lambda: ""),
+    Rival("deepgemm", "deepgemm", ("mqa_logits",), _deep_gemm_logits, _needs_deep_gemm),
+    Rival("deepgemm-paged", "deepgemm", _PAGED, _deep_gemm_paged_logits, _needs_deep_gemm),
+    Rival("flattened", "flattened", _PAGED, _flattened, unavailable, lowered_like_ours=True),
+    Rival("top_k_per_row_prefill", "upstream", _TOPK, _upstream_topk_prefill, _upstream),
+    Rival("top_k_per_row_decode", "upstream", _TOPK, _upstream_topk_decode, _upstream),
+    Rival("torch-topk", "torch", _TOPK, _torch_topk, lambda: ""),
+    Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
+)
+
+
+def rivals_of(op: str, wanted: tuple[str, ...]) -> list[Rival]:
+    """The rivals of an op that stand for one of the `wanted` figures."""
+    return [rival for rival in RIVALS if op in rival.ops and rival.against in wanted]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes that are timed: V4.1's widths, at the batches and contexts that a rank meets.
+
+A shape names its figures. `<figure>/vs-<rival>` is the rival's time over ours; a shape bound by memory reports
+`floor-fraction`, one bound by arithmetic `mma-fraction`; attention reports `relative-error` against float64.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm.ampere.kernels.registry import Case, all_ops
+from vllm.ampere.testing.inputs import kv_pages, normal
+
+FLOOR, MMA, ERROR = "floor-fraction", "mma-fraction", "relative-error"
+WINDOW, TOPK = 128, 512
+# FlashMLA wants pages that start at a multiple of this.
+_PAGE_ALIGN_BYTES = 576
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of the table.
+
+    Attributes:
+        figure: "<op or family>/<case>", what its figures' ids begin with.
+        op: name in the registry.
+        case: sizes under the op's own names, so that its bytes and flops count them, and how to make inputs.
+        measures: last parts of its figures' ids, besides time and launches.
+    """
+
+    figure: str
+    op: str
+    case: Case
+    measures: tuple[str, ...]
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """Who it is compared with."""
+        return tuple(m.removeprefix("vs-") for m in self.measures if m.startswith("vs-"))
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the figures that `measures` names."""
+        return tuple(f"{self.figure}/{measure}" for measure in self.measures)
+
+    def shrunken(self, **sizes) -> "Shape":
+        """The same with other sizes, for a test of its inputs."""
+        return replace(self, case=replace(self.case, sizes={**self.case.sizes, **sizes}))
+
+
+def _aligned_pages(generator, rows: int, page_rows: int, device) -> torch.Tensor:
+    stride_bytes = -(-page_rows * 584 // _PAGE_ALIGN_BYTES) * _PAGE_ALIGN_BYTES
+    return kv_pages(generator, 1 + -(-rows // page_rows), page_rows, stride_bytes, device)
+
+
+def attention_inputs(sizes, generator, device):
+    """Full lists: each window contiguous, the selected rows spread over a pool of `C` rows.
+
+    In a decode step a token has a window of its own; in a prefill (`chunk`) the windows slide by a token.
+    """
+    tokens, heads, window, selected = (sizes[axis] for axis in "THWK")
+    step = 1 if sizes["chunk"] else window
+    first = torch.arange(tokens) * step + sizes["P"]
+    rows = torch.rand(tokens, sizes["C"], generator=generator).topk(selected, 1).indices + sizes["Q"]
+    return {
+        "q": normal(generator, tokens, heads, 512, device=device, scale=2.0),
+        "sink": normal(generator, heads, dtype=torch.float32, device=device),
+        "scale": 512**-0.5,
+        "window_cache": _aligned_pages(generator, (tokens - 1) * step + window, sizes["P"], device),
+        "window_slots": (first[:, None] + torch.arange(window)).int().to(device),
+        "window_lens": torch.full((tokens,), window, dtype=torch.int32, device=device),
+        "compressed_cache": _aligned_pages(generator, sizes["C"], sizes["Q"], device),
+        "compressed_slots": rows.int().to(device),
+        "compressed_lens": torch.full((tokens,), selected, dtype=torch.int32, device=device),
+    }
+
+
+def _attention(figure: str, op: str, tokens: int, heads: int, pool: int, measures) -> Shape:
+    sizes = {"T": tokens, "H": heads, "W": WINDOW, "K": TOPK, "P": 32, "Q": 64, "C": pool, "chunk": op.endswith("prefill")}
+    return Shape(f"{op}/{figure}", op, Case(figure, sizes, attention_inputs), measures)
+
+
+def _own(op: str, figure: str, sizes, *measures: str, family: str = "", make=None) -> Shape:
+    """A shape with the inputs of the op's own cases."""
+    return Shape(f"{family or op}/{figure}", op, Case(figure, sizes, make or all_ops()[op].cases[0].make), measures)
+
+
+def _all_visible(sizes, generator, device):
+    given = all_ops()["mqa_logits"].cases[0].make(sizes, generator, device)
+    return given | {
+        "starts": torch.zeros_like(given["starts"]),
+        "ends": torch.full_like(given["ends"], sizes["S"]),
+    }
+
+
+def _decode_rows(sizes, generator, device):
+    """T / R consecutive query tokens a request; the last sees all S keys."""
+    given = all_ops()["paged_mqa_logits"].cases[0].make(sizes, generator, device)
+    rows = sizes["T"] // sizes["R"]
+    token = torch.arange(sizes["T"], device=device)
+    return given | {
+        "request": (token // rows).int(),
+        "visible": (sizes["S"] - rows + 1 + token % rows).int(),
+        "width": sizes["S"],
+    }
+
+
+def _scores(sizes, generator, device):
+    return {"scores": normal(generator, sizes["T"], sizes["S"], dtype=torch.float32, device=device), "k": sizes["K"]}
+
+
+def _paged(requests: int, rows: int, label: str, keys: int, *measures: str) -> Shape:
+    sizes = {"T": requests * rows, "N": 32, "R": requests, "P": 64, "S": keys}
+    return _own("paged_mqa_logits", f"bs{requests}-q{rows}-{label}", sizes, *measures, make=_decode_rows)
+
+
+def all_shapes() -> tuple[Shape, ...]:
+    """The whole table."""
+    attention = ("vs-portable-bf16", "vs-flashmla")
+    decode = [
+        _attention(f"bs{b}-h{h}", "sparse_mla_decode", b, h, 2 * b * TOPK, (*attention, FLOOR, ERROR))
+        for b in (1, 8, 32) for h in (8, 16, 32, 64)
+    ]  # fmt: skip
+    prefill = [
+        _attention(f"t{t}-h{h}", "sparse_mla_prefill", t, h, 16_384, (*attention, MMA, ERROR))
+        for t in (1024, 8192) for h in (8, 64)
+    ]  # fmt: skip
+    merge = [_own("merge_attn_states", f"s{s}", {"S": s, "T": 1, "H": 64}, "vs-empty-kernel") for s in (2, 8, 16)]
+    gather = [
+        _own("gather_dequant", f"ctx{k}k", {"lengths": [k * 1024], "P": 64, "tail": None}, "vs-upstream-triton", FLOOR)
+        for k in (16, 48)
+    ]
+    insert = {"T": 8192, "S": 8192, "B": 8192 // 32 + 1, "P": 32, "stride": 19_008}
+    stores = [
+        _own("window_insert", "t8192", insert, FLOOR),
+        _own("compressor_insert", "t8192", insert | {"ratio": 1}, FLOOR),
+        _own("key_norm_rope_store", "t8192", {"T": 8192, "P": 64, "M": 4096, "ratio": 1}, FLOOR),
+        _own("query_rope_quant", "t8192", {"T": 8192, "N": 32, "M": 4096}, FLOOR),
+    ]
+    mhc = [
+        _own(op, f"t{t}", {"T": t, "D": 5120} | more, FLOOR)
+        for op, more in (("mhc_post", {}), ("mhc_collapse", {})) for t in (32, 8192)
+    ]  # fmt: skip
+    combine = {"lengths": [1536], "C": TOPK, "ratio": 1, "window": WINDOW}
+    indexer = [
+        _own("combine_topk_swa", "t1536", combine, "vs-torch", "vs-upstream"),
+        _own("mqa_logits", "m8192-n32k", {"M": 8192, "N": 32, "S": 32_768}, "vs-deepgemm", MMA, make=_all_visible),
+        *(
+            _paged(b, 1, f"ctx{k}k", k * 1024, "vs-deepgemm", FLOOR)
+            for b in (1, 8, 32) for k in (8, 64)
+        ),
+        *(_paged(1, 6, f"ctx{k}k", k * 1024, "vs-flattened", "vs-deepgemm", FLOOR) for k in (64, 512)),
+        _own("select_topk", "n1m", {"T": 1, "S": 1 << 20, "C": 2048, "K": TOPK}, "vs-upstream", "vs-torch", FLOOR,
+             family="candidate_topk", make=_scores),
+    ]  # fmt: skip
+    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer)
