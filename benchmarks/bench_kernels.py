@@ -88,11 +88,11 @@ def check_cases(op: Op, function, findings: Findings, device: str = "cuda") -> N
         findings.checked += 1
 
 
-def check_shape(op: Op, function, shape: Shape, device: str = "cuda") -> tuple[float, torch.Tensor | None]:
+def check_shape(op: Op, function, shape: Shape, device: str = "cuda") -> tuple[float, torch.Tensor]:
     """Compare with the reference on fresh inputs.
 
     Returns:
-        relative error of the first result, and the reference's (on the device), None if the op has none.
+        relative error of the first tensor that the op returns or writes, and the reference's, on the device.
 
     Raises:
         AssertionError: outside the op's tolerance.
@@ -182,18 +182,16 @@ def add_figures(shape, op, spreads, against, error, count, ceilings, findings: F
         findings.add(f"{shape.figure}/vs-{word}", best / ours.median_us, "x")
     seconds = ours.median_us * 1e-6
     if FLOOR in shape.measures:
-        findings.add(f"{shape.figure}/{FLOOR}", op.bytes_moved(sizes) / ceilings["copy_bytes_per_s"] / seconds, "of 1")
+        findings.add(f"{shape.figure}/{FLOOR}", op.bytes_moved(sizes) / ceilings["copy_bytes_per_s"] / seconds, "fraction")
     if MMA in shape.measures:
-        findings.add(f"{shape.figure}/{MMA}", op.flops(sizes) / ceilings["mma_flops_per_s"] / seconds, "of 1")
+        findings.add(f"{shape.figure}/{MMA}", op.flops(sizes) / ceilings["mma_flops_per_s"] / seconds, "fraction")
     if ERROR in shape.measures:
-        findings.add(f"{shape.figure}/{ERROR}", error, "of 1")
+        findings.add(f"{shape.figure}/{ERROR}", error, "relative")
 
 
 def selected(number: int | None, only: list[str] | None) -> list[Op]:
-    """The ops of a set, or those asked for by name, or all that have a Triton implementation."""
-    with_triton = [op for op in all_ops().values() if any(i.name == "triton" for i in op.implementations)]
-    names = set(only or SETS.get(number) or [op.name for op in with_triton])
-    return [op for op in with_triton if op.name in names]
+    """The ops asked for by name, or those of a set, or all."""
+    return [all_ops()[name] for name in only or SETS.get(number) or all_ops()]
 
 
 def run(ops: list[Op]) -> tuple[Findings, str]:

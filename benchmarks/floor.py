@@ -29,7 +29,7 @@ def _gemm_kernel(a_ptr, b_ptr, c_ptr, size, BM: tl.constexpr, BN: tl.constexpr, 
     a = a_ptr + offs_m[:, None] * size + offs_k[None, :]
     b = b_ptr + offs_n[None, :] * size + offs_k[:, None]
     acc = tl.zeros([BM, BN], tl.float32)
-    for _ in range(0, size, BK):
+    for start in range(0, size, BK):
         acc = tl.dot(tl.load(a), tl.load(b), acc)
         a += BK
         b += BK

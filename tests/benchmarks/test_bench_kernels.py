@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import rivals
 from benchmarks.bench_kernels import SETS, Findings, add_figures, check_cases, check_shape, lowered_for, measure, same_work
-from benchmarks.shapes import all_shapes
+from benchmarks.shapes import ERROR, all_shapes
 from vllm.ampere.kernels.registry import all_ops
 from vllm.ampere.testing.parity import produce
 from vllm.ampere.testing.timing import Spread
@@ -81,9 +81,9 @@ def test_inputs_can_be_made_and_the_reference_agrees_with_itself(figure):
     shape = _small(SHAPES[figure])
     op = all_ops()[shape.op]
     error, reference = check_shape(op, op.reference, shape, "cpu")
-    assert error < 4e-3
-    if reference is not None:
-        assert reference.numel() and torch.isfinite(reference).any()
+    # Attention's is the rounding of its result: the reference here is in float64.
+    assert (0 < error < 3.3e-3) if ERROR in shape.measures else error == 0
+    assert reference.double().isfinite().any()
     assert op.bytes_moved(shape.case.sizes) > 0
 
 
