@@ -182,9 +182,11 @@ def add_figures(shape, op, spreads, against, error, count, ceilings, findings: F
         findings.add(f"{shape.figure}/vs-{word}", best / ours.median_us, "x")
     seconds = ours.median_us * 1e-6
     if FLOOR in shape.measures:
-        findings.add(f"{shape.figure}/{FLOOR}", op.bytes_moved(sizes) / ceilings["copy_bytes_per_s"] / seconds, "fraction")
+        floor_s = op.bytes_moved(sizes) / ceilings["copy_bytes_per_s"]
+        findings.add(f"{shape.figure}/{FLOOR}", floor_s / seconds, "fraction")
     if MMA in shape.measures:
-        findings.add(f"{shape.figure}/{MMA}", op.flops(sizes) / ceilings["mma_flops_per_s"] / seconds, "fraction")
+        floor_s = op.flops(sizes) / ceilings["mma_flops_per_s"]
+        findings.add(f"{shape.figure}/{MMA}", floor_s / seconds, "fraction")
     if ERROR in shape.measures:
         findings.add(f"{shape.figure}/{ERROR}", error, "relative")
 
@@ -224,13 +226,16 @@ def run(ops: list[Op]) -> tuple[Findings, str]:
                 def time(error, reference, op=op, function=function, shape=shape):
                     time_shape(op, function, shape, error, reference, ceilings, ours, findings)
 
-                print(f"{shape.figure}: {'timed' if measure(shape, findings, check, time) else 'FAILED'}", file=sys.stderr)
+                done = measure(shape, findings, check, time)
+                print(f"{shape.figure}: {'timed' if done else 'FAILED'}", file=sys.stderr)
     return findings, f"{architecture} code of ours on {torch.cuda.get_device_name()}; rivals compiled for the card"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", type=int, choices=sorted(SETS), help="sparse MLA and gather | mHC | combine and indexer")
+    parser.add_argument(
+        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer"
+    )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
     parser.add_argument("--output", type=Path, help="receipt to write")
     arguments = parser.parse_args()
@@ -245,7 +250,8 @@ def main() -> int:
     for name, reason in findings.failures.items():
         print(f"{'FAILED':>12}  {name}: {reason}")
     if arguments.output:
-        said = f"{findings.checked} cases and every shape against the reference in this run; failed: {len(findings.failures)}"
+        failed = len(findings.failures)
+        said = f"{findings.checked} cases and every shape against the reference in this run; failed: {failed}"
         samples = findings.samples | {"absent": findings.absent, "failures": findings.failures}
         receipt.write(arguments.output, "kernels", scope, said, findings.figures, samples)
     return 1 if findings.failures else 0

@@ -77,7 +77,8 @@ def attention_inputs(sizes, generator, device):
 
 
 def _attention(figure: str, op: str, tokens: int, heads: int, pool: int, measures) -> Shape:
-    sizes = {"T": tokens, "H": heads, "W": WINDOW, "K": TOPK, "P": 32, "Q": 64, "C": pool, "chunk": op.endswith("prefill")}
+    sizes = {"T": tokens, "H": heads, "W": WINDOW, "K": TOPK, "P": 32, "Q": 64, "C": pool}
+    sizes["chunk"] = op == "sparse_mla_prefill"
     return Shape(f"{op}/{figure}", op, Case(figure, sizes, attention_inputs), measures)
 
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from benchmarks import rivals
-from benchmarks.bench_kernels import SETS, Findings, add_figures, check_cases, check_shape, lowered_for, measure, same_work
+from benchmarks.bench_kernels import (
+    SETS,
+    Findings,
+    add_figures,
+    check_cases,
+    check_shape,
+    lowered_for,
+    measure,
+    same_work,
+)
 from benchmarks.shapes import ERROR, all_shapes
 from vllm.ampere.kernels.registry import all_ops
 from vllm.ampere.testing.parity import produce

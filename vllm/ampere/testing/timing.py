@@ -73,7 +73,8 @@ class GraphReplay:
     """
 
     def __init__(self, calls: Sequence[Callable[[], object]]):
-        self._count = len(calls)
+        # The graph reads and writes what these hold.
+        self._calls = list(calls)
         for call in calls:
             call()
         torch.cuda.synchronize()
@@ -89,11 +90,11 @@ class GraphReplay:
         self._graph.replay()
         self._end.record()
         self._end.synchronize()
-        return self._start.elapsed_time(self._end) * 1e3 / self._count
+        return self._start.elapsed_time(self._end) * 1e3 / len(self._calls)
 
 
 def launches(call: Callable[[], object]) -> int | None:
-    """Kernels, copies and fills that one call runs on the card, as torch's profiler counts them; None if it sees none."""
+    """Kernels, copies and fills that one call runs on the card, counted by torch's profiler; None if it sees none."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
