@@ -133,11 +133,13 @@ def same_work(op: Op, result: torch.Tensor, want: torch.Tensor, given) -> float:
     return difference(result, want).relative_norm
 
 
-def time_shape(op: Op, function, shape: Shape, error, reference, ceilings, ours, findings: Findings) -> None:
+def time_shape(
+    op: Op, function, shape: Shape, error, reference, ceilings, ours, findings: Findings, device: str = "cuda"
+) -> None:
     """Time a shape beside its rivals, and add its figures."""
     sizes = shape.case.sizes
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    inputs = [shape.case.inputs(seed, "cuda") for seed in range(rotation_count(op.bytes_moved(sizes), l2_bytes))]
+    inputs = [shape.case.inputs(seed, device) for seed in range(rotation_count(op.bytes_moved(sizes), l2_bytes))]
     own = [lambda given=given: function(**given) for given in inputs]
     with ours():
         replays = {"ours": GraphReplay(own)}
@@ -228,7 +230,9 @@ def run(ops: list[Op]) -> tuple[Findings, str]:
 
                 done = measure(shape, findings, check, time)
                 print(f"{shape.figure}: {'timed' if done else 'FAILED'}", file=sys.stderr)
-    return findings, f"{architecture} code of ours on {torch.cuda.get_device_name()}; rivals compiled for the card"
+    alike = ", ".join(rival.name for rival in rivals.RIVALS if rival.lowered_like_ours)
+    card = torch.cuda.get_device_name()
+    return findings, f"{architecture} code of ours on {card}, and of {alike}; the other rivals compiled for the card"
 
 
 def main() -> int:

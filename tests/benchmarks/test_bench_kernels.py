@@ -3,11 +3,13 @@
 
 import itertools
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import rivals
+from benchmarks import bench_kernels, rivals
 from benchmarks.bench_kernels import (
     SETS,
     Findings,
@@ -21,7 +23,7 @@ from benchmarks.bench_kernels import (
 from benchmarks.shapes import ERROR, all_shapes
 from vllm.ampere.kernels.registry import all_ops
 from vllm.ampere.testing.parity import produce
-from vllm.ampere.testing.timing import Spread
+from vllm.ampere.testing.timing import SAMPLES, Spread
 
 SHAPES = {shape.figure: shape for shape in all_shapes()}
 
@@ -169,6 +171,56 @@ def test_figures_of_a_shape():
     assert {f["id"].removeprefix("candidate_topk/n1m/"): f["value"] for f in findings.figures} == {
         "time": 10.0, "launches": 3, "vs-upstream": 3.0, "vs-torch": 9.0, "floor-fraction": 0.2,
     }  # fmt: skip
+
+
+class _Replay:
+    """Stands for a graph: the first made takes 10 us a call, the second 20, and so on."""
+
+    made = 0
+
+    def __init__(self, calls):
+        for call in calls:
+            call()
+        _Replay.made += 1
+        self.us = 10.0 * _Replay.made
+
+    def __call__(self):
+        return self.us
+
+
+@pytest.fixture
+def without_a_card(monkeypatch):
+    """`time_shape` as it is, with the clock and the cache of a card that is not there."""
+    monkeypatch.setattr(_Replay, "made", 0)
+    monkeypatch.setattr(bench_kernels, "GraphReplay", _Replay)
+    monkeypatch.setattr(bench_kernels, "launches", lambda call: call() is not None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=30_000))
+
+
+def _time(figure):
+    shape, findings = _small(SHAPES[figure]), Findings()
+    op = all_ops()[shape.op]
+    ceilings = {"copy_bytes_per_s": 1e9, "mma_flops_per_s": 1e9}
+    error, reference = check_shape(op, op.reference, shape, "cpu")
+    bench_kernels.time_shape(op, op.reference, shape, error, reference, ceilings, nullcontext, findings, "cpu")
+    return {f["id"].rpartition("/")[2]: f["value"] for f in findings.figures}, findings
+
+
+def test_a_rival_that_cannot_run_is_listed_and_the_others_are_timed(without_a_card):
+    values, findings = _time("combine_topk_swa/t1536")
+    assert values["vs-torch"] == 2.0 and "vs-upstream" not in values
+    assert findings.absent == {"combine_topk_swa/t1536: upstream": "there is no card"}
+    assert findings.samples["combine_topk_swa/t1536"] == {"ours": [10.0] * SAMPLES, "torch": [20.0] * SAMPLES}
+
+
+def test_a_rival_with_another_result_is_not_compared(without_a_card, monkeypatch):
+    halved = rivals.Rival("half", "flattened", ("paged_mqa_logits",), lambda given: (
+        lambda: all_ops()["paged_mqa_logits"].reference(**given), lambda logits: logits * 0.5), lambda: "")  # fmt: skip
+    monkeypatch.setattr(rivals, "RIVALS", (halved,))
+    values, findings = _time("paged_mqa_logits/bs1-q6-ctx64k")
+    assert "vs-flattened" not in values and values["floor-fraction"] > 0
+    assert "off by 5.0e-01" in findings.absent["paged_mqa_logits/bs1-q6-ctx64k: half"]
 
 
 def test_topk_rivals_are_compared_by_score_where_rows_tie():
