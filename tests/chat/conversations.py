@@ -149,7 +149,7 @@ CONVERSATIONS = (
         TOOLS,
     ),
     Conversation(
-        "arguments-to-the-letter", (USER, calls('{"path": " <b> \\"q\\" \\n\\t</think> 世界"}'), result(0)), TOOLS
+        "arguments-to-the-letter", (USER, calls('{"path": " <b> \\"q\\" \\n\\t</b> 世界"}'), result(0)), TOOLS
     ),
     Conversation(
         "two-calls-two-results", (USER, calls('{"path": "a"}', '{"path": "b"}'), result(0, "A"), result(1, "B")), TOOLS

@@ -3,7 +3,8 @@
 
     answers: markup (the format's tags), arguments (one call's parameters as JSON text), decoder (an answer, piece
              by piece, into reasoning, content and calls), parser (the decoder as vLLM's parser)
-    prompts: prompt (messages as the encoders take them), switches (reasoning on or off, and how much)
+    prompts: prompt (messages as the encoders take them), switches (reasoning on or off, and how much),
+             literal (client text that spells control tokens)
     choices: the points that the format leaves open, and what this server does there
 
 None of it asks which device runs: the faults it mends are on every one.

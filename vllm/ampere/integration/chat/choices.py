@@ -50,6 +50,12 @@ CHOICES = {
         ("drop", "text"),
         'a tool block although the request says tool_choice "none": dropped as in vLLM 0.33.0, or shown as text.',
     ),
+    "control_text": Choice(
+        ("literal", "live"),
+        "client text that spells a control token: plain text with the same letters, so that it forges no turn, and in a "
+        "user turn the tag of a tool result is escaped (&lt;); or live, as in vLLM 0.33.0 and the release encoder. Literal "
+        "costs what such text meant on purpose, and the cached prefix behind a control token that the model itself said.",
+    ),
 }
 
 

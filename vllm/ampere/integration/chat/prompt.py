@@ -8,22 +8,26 @@ ValueError, which the server answers with 400 and the sentence.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from . import switches
+from . import literal, switches
+from .choices import chosen
 from .markup import END_THINK
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 IMAGE = "<｜deepseek_image｜>"
 _TEXT_PARTS = ("text", "input_text", "output_text")
+# Roles that the format writes into a user turn, and the fields of a message beside its content that reach the prompt.
+_USER_TURN = ("developer", "user", "tool")
+_CLIENT_FIELDS = ("reasoning", "reasoning_content", "tool_calls", "tools", "response_format")
 _IMAGE_PARTS = ("image_url", "input_image", "image_pil")
 
 
-def encode_v4(
-    encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None, kwargs: Mapping
-) -> str:
-    """The prompt of V4.
+def encode_v4(tokenizer, encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None,
+              kwargs: Mapping) -> str | list[int]:
+    """The prompt of V4: token ids, or text if the argument `tokenize` is false and the text reads back as it should.
 
     Args:
+        tokenizer: the model's.
         encode: `encode_messages` of V4.
         messages: the conversation as the client sent it.
         tools: of the request.
@@ -32,27 +36,22 @@ def encode_v4(
     Raises:
         ValueError: a mistake in the conversation or in the arguments, or a text that spells the image token.
     """
-    return _shallow(_encode, encode, messages, tools, kwargs, reasoning_effort=switches.v4_effort(kwargs))
+    return _shallow(_encode, tokenizer, encode, messages, tools, kwargs, reasoning_effort=switches.v4_effort(kwargs))
 
 
-def encode_v41(
-    encode: Callable[..., str],
-    messages: Sequence[Mapping],
-    tools: Sequence[Mapping] | None,
-    image_order: list[int] | None,
-    kwargs: Mapping,
-) -> str:
-    """The prompt of V4.1.
+def encode_v41(tokenizer, encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None,
+               image_order: list[int] | None, kwargs: Mapping) -> str | list[int]:
+    """The prompt of V4.1, as `encode_v4` gives it.
 
     Args:
         image_order: receives the number of each image that the prompt shows, in its order.
-        encode, messages, tools, kwargs: as `encode_v4`.
+        tokenizer, encode, messages, tools, kwargs: as `encode_v4`.
 
     Raises:
         ValueError: as `encode_v4`.
     """
     effort = switches.v41_effort(kwargs)
-    return _shallow(_encode, encode, messages, tools, kwargs, reasoning_effort=effort, image_order=image_order)
+    return _shallow(_encode, tokenizer, encode, messages, tools, kwargs, reasoning_effort=effort, image_order=image_order)
 
 
 def arguments_object(arguments) -> dict:
@@ -73,14 +72,14 @@ def arguments_object(arguments) -> dict:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def _shallow(function: Callable[..., str], *args, **kwargs) -> str:
+def _shallow(function: Callable, *args, **kwargs):
     try:
         return function(*args, **kwargs)
     except RecursionError:
         raise ValueError("a message or a tool is nested too deeply") from None
 
 
-def _encode(encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **options) -> str:
+def _encode(tokenizer, encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **options) -> str | list[int]:
     if not messages:
         raise ValueError("messages is empty; send at least one message")
     conversation, images = [], 0
@@ -94,7 +93,7 @@ def _encode(encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **optio
         if system is None:
             system = {"role": "system", "content": ""}
             conversation.insert(0, system)
-        system["tools"] = [*(system.get("tools") or ()), *tools]
+        system["tools"] = [*(system.get("tools") or ()), *_written(tools)]
     thinking = switches.is_thinking(kwargs)
     last = conversation[-1]
     continues = bool(kwargs.get("continue_final_message")) or bool(last.get("prefix"))
@@ -115,8 +114,15 @@ def _encode(encode, messages: Sequence[Mapping], tools, kwargs: Mapping, **optio
         **options,
     )
     if continues and thinking and _reasoning(last) and not last.get("content") and not last.get("tool_calls"):
-        return prompt.removesuffix(END_THINK)  # what is to be continued is the reasoning
+        prompt = prompt.removesuffix(END_THINK)  # what is to be continued is the reasoning
+    if literal.is_marked(prompt) or kwargs.get("tokenize", True):
+        return literal.tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), prompt)
     return prompt
+
+
+def _written(value):
+    """Client text or JSON as the prompt shows it."""
+    return literal.mark(value) if chosen("control_text") == "literal" else value
 
 
 def _reasoning(message: Mapping) -> str | None:
@@ -188,8 +194,9 @@ def _flattened(message: dict, images: int) -> dict:
             texts.append(IMAGE)
             indices.append(images + len(indices))
         elif kind in _TEXT_PARTS:
-            texts.append(part.get("text") or "")
-            _refuse_image_token(texts[-1], f"the text of a {message['role']} message")
+            text = part.get("text") or ""
+            _refuse_image_token(text, f"the text of a {message['role']} message")
+            texts.append(_written(text))
         else:
             raise ValueError(f"DeepSeek takes text and images; a content part is of type {kind!r}")
     text = "\n\n".join(texts)
@@ -199,7 +206,10 @@ def _flattened(message: dict, images: int) -> dict:
     _refuse_image_token(message.get("tool_calls"), "a tool call")
     _refuse_image_token(message.get("tools"), "a tool")
     _refuse_image_token(message.get("response_format"), "a response format")
-    return {**message, "content": text, "_image_indices": indices}
+    if message["role"] in _USER_TURN and chosen("control_text") == "literal":
+        text = literal.escape_results(text)
+    marked = {name: _written(message[name]) for name in _CLIENT_FIELDS if name in message}
+    return {**message, **marked, "content": text, "_image_indices": indices}
 
 
 def _refuse_image_token(value, where: str) -> None:
