@@ -133,7 +133,7 @@ class ScriptedCore:
             "images": len(request.mm_features or []),
         })  # fmt: skip
         script = script_of(request)
-        tokens = script.get("ids") or self._tokenizer.encode(script.get("script", ""), add_special_tokens=False)
+        tokens = script.get("ids") or self._tokenizer.encode(str(script.get("script", "")), add_special_tokens=False)
         tokens = list(map(int, tokens)) + [EOS] * int(script.get("eos", 1))
         if EOS in tokens and not sampling.ignore_eos:
             tokens = tokens[: tokens.index(EOS) + 1]
