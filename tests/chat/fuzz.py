@@ -34,7 +34,7 @@ REQUESTS = {
                              "add_generation_prompt": True, "continue_final_message": False, "echo": False, "documents": None,
                              "parallel_tool_calls": True, "thinking": {"type": "enabled"}, "structured_outputs": None, "mm_processor_kwargs": None,
                              **_SAMPLING, **SCRIPT},
-    "/v1/completions": {"model": "m", "prompt": "P", "suffix": None, "echo": False, "logprobs": 1, "best_of": None, **_SAMPLING, **SCRIPT},
+    "/v1/completions": {"model": "m", "prompt": "P", "suffix": None, "echo": False, "logprobs": 1, "best_of": None, "structured_outputs": None, **_SAMPLING, **SCRIPT},
     "/v1/responses": {"model": "m", "instructions": "I", "max_output_tokens": 9, "reasoning": {"effort": "low", "summary": None}, "store": False,
                       "input": [{"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
                                 {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]},
@@ -42,7 +42,7 @@ REQUESTS = {
                                 {"type": "function_call_output", "call_id": "c", "output": "T"}],
                       "tools": [{"type": "function", **TOOLS[0]["function"]}], "tool_choice": "auto", "text": {"format": {"type": "text"}},
                       "stream": False, "temperature": 1.0, "top_p": 1.0, "top_logprobs": 0, "include": [], "background": False,
-                      "previous_response_id": None, "metadata": {"k": "v"}, "truncation": "disabled", "chat_template_kwargs": {}, **SCRIPT},
+                      "previous_response_id": None, "metadata": {"k": "v"}, "structured_outputs": None, "service_tier": "auto", "truncation": "disabled", "chat_template_kwargs": {}, **SCRIPT},
     "/v1/messages": {"model": "m", "max_tokens": 2000, "system": [{"type": "text", "text": "S"}], "thinking": {"type": "enabled", "budget_tokens": 1024},
                      "messages": [{"role": "user", "content": "Q"},
                                   {"role": "assistant", "content": [{"type": "thinking", "thinking": "R", "signature": "s"}, {"type": "text", "text": "A"},
@@ -119,6 +119,8 @@ def malformed(source: random.Random, count: int) -> Iterator[Request]:
             body["stream"] = True
         for _ in range(source.choice((1, 1, 2, 3))):
             _change(body, source)
+        if "vllm_xargs" in REQUESTS[path]:
+            body |= SCRIPT  # else the scripted core itself would fail
         yield Request(path, json.dumps(body, ensure_ascii=source.random() < 0.9).encode(errors="surrogatepass"))
 
 
@@ -131,14 +133,15 @@ def _change(body: dict, source: random.Random) -> None:
     if parent is None:
         return
     what = source.choice(("replace", "replace", "replace", "remove", "add"))
+    nasty = copy.deepcopy(source.choice(NASTY))
     if what == "remove":
         del parent[name]
     elif what == "replace":
-        parent[name] = copy.deepcopy(source.choice(NASTY))
+        parent[name] = nasty
     elif isinstance(parent, dict):
-        parent[source.choice(("", "type", "content", "extra_body", "function", "tools", "task", name + "x"))] = source.choice(NASTY)
+        parent[source.choice(("", "type", "content", "extra_body", "function", "tools", "task", name + "x"))] = nasty
     else:
-        parent.insert(source.randrange(len(parent) + 1), source.choice(NASTY))
+        parent.insert(source.randrange(len(parent) + 1), nasty)
 
 
 def send(base_url: str, requests: Iterable[Request], threads: int = 8) -> Outcome:

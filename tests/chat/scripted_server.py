@@ -66,9 +66,10 @@ def script_of(request) -> dict:
 
 
 def made_up_logprobs(wanted: int | None, tokens: list[int]) -> LogprobsLists | None:
-    """The sampled token first, then the ids after it, in steps of -1."""
+    """The sampled token first, then the ids after it, in steps of -1; twenty where the whole vocabulary is wanted."""
     if wanted is None or not tokens:
         return None
+    wanted = min(wanted, 20) if wanted >= 0 else 20
     ids = np.array([[token + step for step in range(wanted + 1)] for token in tokens], dtype=np.int64)
     values = np.tile(-np.arange(wanted + 1, dtype=np.float32), (len(tokens), 1))
     return LogprobsLists(ids, values, np.zeros(len(tokens), dtype=np.int64))
@@ -133,7 +134,7 @@ class ScriptedCore:
             "images": len(request.mm_features or []),
         })  # fmt: skip
         script = script_of(request)
-        tokens = script.get("ids") or self._tokenizer.encode(str(script.get("script", "")), add_special_tokens=False)
+        tokens = script.get("ids") or self._tokenizer.encode(script.get("script", ""), add_special_tokens=False)
         tokens = list(map(int, tokens)) + [EOS] * int(script.get("eos", 1))
         if EOS in tokens and not sampling.ignore_eos:
             tokens = tokens[: tokens.index(EOS) + 1]

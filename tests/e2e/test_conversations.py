@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long agent conversations and a crowded pool on the CPU engine: the prefix cache serves, and nothing is lost."""
+
+import json
+import random
+import re
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from vllm.ampere.testing import tiny_checkpoint
+from vllm.ampere.testing.engine import Server
+
+from .scenarios import prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+TURNS = 200
+# Of a turn: what the user and the tools add, and what the model says.
+ADDED, SAID = 20, 8
+# Pages of the small pool.
+BLOCKS = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("conversations") / "sharp", "sharp")
+
+
+def serve(checkpoint, tmp_path, **options) -> Server:
+    return Server(checkpoint, tmp_path, {"enable_prompt_tokens_details": True, **options}, limit_s=600)
+
+
+def steps(server: Server) -> tuple[int, int]:
+    """What the log says at start: the step of hits and the smallest prompt that can hit, in tokens."""
+    return tuple(map(int, re.search(r"hits come in steps of (\d+) tokens, and the smallest prompt that can hit has (\d+)", server.log.read_text()).groups()))
+
+
+def test_a_conversation_of_two_hundred_turns(checkpoint, tmp_path):
+    """Each turn is served all that the turn before left in whole pages, and a request that is sent again hits."""
+    with serve(checkpoint, tmp_path, max_model_len=TURNS * (ADDED + SAID) + 64) as server:
+        step, smallest = steps(server)
+        short, long = prompt(smallest - 1, 8), prompt(smallest, 9)
+        assert [server.complete(given, 1, logprobs=False).cached_tokens for given in (short, short, long, long)] == [0, 0, 0, step]
+        talk, known = [], 0
+        for turn in range(TURNS):
+            talk += prompt(ADDED, 1000 + turn)
+            answer = server.complete(talk, SAID, logprobs=False)
+            assert answer.cached_tokens == known // step * step, turn
+            # The last token that was said has no row yet.
+            known = len(talk) + SAID - 1
+            talk += answer.tokens
+        again = server.complete(talk[:-SAID], SAID, logprobs=False)
+        assert again.cached_tokens == (len(talk) - SAID - 1) // step * step
+        assert again.tokens == talk[-SAID:]
+
+
+def give_up(server: Server, given: list[int]) -> None:
+    """Ask for a long answer and leave after its first piece."""
+    body = {"model": str(server._checkpoint), "prompt": given, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(server.base_url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        answer.readline()
+
+
+def resident_mib(server: Server) -> float:
+    process = psutil.Process(server._child.pid)
+    return sum(one.memory_info().rss for one in [process, *process.children(recursive=True)]) / 2**20
+
+
+def test_a_pool_that_preempts_loses_nothing(checkpoint, tmp_path):
+    """300 requests, eight at once, one in eight given up, in a pool that holds about two of the long ones."""
+    source = random.Random(300)
+
+    def ask(server, number):
+        given, wanted = prompt(source.choice((20, 130, 300, 600)), number), source.choice((1, 8, 40))
+        if number % 8 == 7:
+            give_up(server, given)
+        else:
+            assert len(server.complete(given, wanted, logprobs=False).tokens) == wanted
+
+    with serve(checkpoint, tmp_path, max_model_len=1024, max_num_seqs=8, num_gpu_blocks_override=BLOCKS) as server:
+        before, sizes = server.complete(prompt(300, 1), 8, logprobs=False).tokens, []
+        for numbers in (range(150), range(150, 300)):
+            with ThreadPoolExecutor(8) as threads:
+                assert len(list(threads.map(lambda number: ask(server, number), numbers))) == 150
+            sizes.append(resident_mib(server))
+        assert server.metric("vllm:num_preemptions_total") > 0
+        assert server.complete(prompt(300, 1), 8, logprobs=False).tokens == before
+        assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
+        assert server.metric("vllm:kv_cache_usage_perc") == 0
+        print(f"{server.metric('vllm:num_preemptions_total'):.0f} preemptions; resident {sizes} MiB")
+        assert sizes[1] - sizes[0] < 64

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which length on a prompt can hit the prefix cache.
+
+V4.1 keeps several kinds of rows, each in groups with pages of their own. A hit ends where all groups have a page's
+end, and the last token is always computed again, so that a shorter prompt never hits, however often it is sent.
+"""
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def report(coordinator) -> None:
+    """Log the step of hits and the smallest prompt that can hit.
+
+    Args:
+        coordinator: vLLM's hybrid cache coordinator, with its groups split.
+    """
+    step = coordinator._cache_hit_alignment_tokens
+    # Speculative decoding looks one page of the draft's group further and gives that page up.
+    draft_pages = [coordinator.single_type_managers[group.group_ids[0]].block_size for group in coordinator.attention_groups if group.use_eagle]
+    pages = sorted({manager.block_size for manager in coordinator.single_type_managers})
+    logger.info("Prefix cache: %d groups with pages of %s tokens; hits come in steps of %d tokens, and the smallest prompt that can hit has %d",
+                len(coordinator.single_type_managers), ", ".join(map(str, pages)), step, step + max(draft_pages, default=1))
