@@ -2,7 +2,8 @@
 """From which length on a prompt can hit the prefix cache.
 
 V4.1 keeps several kinds of rows, each in groups with pages of their own. A hit ends where all groups have a page's
-end, and the last token is always computed again, so that a shorter prompt never hits, however often it is sent.
+end; with bounded replay its last window is computed again, and a hit that is no longer than the window is not taken.
+The last token of a prompt is always computed. A shorter prompt never hits, however often it is sent.
 """
 
 from vllm.logger import init_logger
@@ -17,8 +18,12 @@ def report(coordinator) -> None:
         coordinator: vLLM's hybrid cache coordinator, with its groups split.
     """
     step = coordinator._cache_hit_alignment_tokens
+    managers, groups = coordinator.single_type_managers, coordinator.kv_cache_config.kv_cache_groups
+    replay_tokens = max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
     # Speculative decoding looks one page of the draft's group further and gives that page up.
-    draft_pages = [coordinator.single_type_managers[group.group_ids[0]].block_size for group in coordinator.attention_groups if group.use_eagle]
-    pages = sorted({manager.block_size for manager in coordinator.single_type_managers})
-    logger.info("Prefix cache: %d groups with pages of %s tokens; hits come in steps of %d tokens, and the smallest prompt that can hit has %d",
-                len(coordinator.single_type_managers), ", ".join(map(str, pages)), step, step + max(draft_pages, default=1))
+    draft_pages = [managers[group.group_ids[0]].block_size for group in coordinator.attention_groups if group.use_eagle]
+    logger.info(
+        "Prefix cache: %d groups with pages of %s tokens; hits come in steps of %d tokens, and the smallest prompt that can hit has %d",
+        len(groups), ", ".join(str(tokens) for tokens in sorted({manager.block_size for manager in managers})), step,
+        (replay_tokens // step + 1) * step + max(draft_pages, default=1),
+    )  # fmt: skip
