@@ -16,10 +16,10 @@ from vllm.ampere.testing.engine import Server
 from .scenarios import prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
-TURNS = 12
+TURNS = 200
 # Of a turn: what the user and the tools add, and what the model says.
 ADDED, SAID = 20, 8
-REQUESTS = 40
+REQUESTS = 300
 # Pages of the small pool.
 BLOCKS = 150
 
