@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/en/api.md and its Chinese twin: every pasted request is sent and answered, and the tables are what the code does."""
+"""docs/en/api.md and its Chinese twin: every pasted request is answered, and the tables are what the code does."""
 
 import contextlib
 import io
@@ -22,9 +22,17 @@ EXPECTED = (
     ("t</think>A card.", "Be brief.<｜User｜>What is an A100?<｜Assistant｜><think>", '"content":"A card."'),
     ("t</think>391", "What is 17 * 23?<｜Assistant｜><think>", '"reasoning":"t"'),
     ("391", "What is 17 * 23?<｜Assistant｜></think>", '"content":"391"'),
-    ("I need the weather.</think>" + CALL, "<｜User｜>How warm is it in Zürich?<｜Assistant｜><think>", r'"arguments":"{\"city\": \"Zürich\"}"'),
+    (
+        "I need the weather.</think>" + CALL,
+        "<｜User｜>How warm is it in Zürich?<｜Assistant｜><think>",
+        r'"arguments":"{\"city\": \"Zürich\"}"',
+    ),
     ("t</think>21.", "<tool_result>21 degrees</tool_result><｜Assistant｜><think>", '"content":"21."'),
-    ('t</think>{"name": "Zürich", "people": 450000}', "population.<｜Assistant｜><think>", r'"content":"{\"name\": \"Zürich\"'),
+    (
+        't</think>{"name": "Zürich", "people": 450000}',
+        "population.<｜Assistant｜><think>",
+        r'"content":"{\"name\": \"Zürich\"',
+    ),
     (" three, four, five.", "</think>One, two,", '"content":" three, four, five."'),
     ("t</think>A card.", "Be brief.<｜User｜>What is an A100?<｜Assistant｜><think>", '"text":"A card."'),
     ("t</think>A card.", "Be brief.<｜User｜>What is an A100?<｜Assistant｜><think>", '"thinking":"t"'),
@@ -41,7 +49,9 @@ def run(block: str, base_url: str) -> str:
         return printed.getvalue()
     _, url, header_flag, header, data_flag, data = shlex.split(block)
     assert (header_flag, header, data_flag) == ("-H", "Content-Type: application/json", "-d")
-    with urllib.request.urlopen(urllib.request.Request(url, data.encode(), {"Content-Type": "application/json"}), timeout=120) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data.encode(), {"Content-Type": "application/json"}), timeout=120
+    ) as answer:
         return answer.read().decode()
 
 
@@ -62,7 +72,9 @@ def test_every_block_is_expected_and_the_twin_has_the_same():
 
 def rows(text: str, heads) -> list[list[str]]:
     """Table rows that begin with one of `heads`, in cells."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
     return [row for row in cells if row[0].startswith(tuple(heads))]
 
 
@@ -72,13 +84,17 @@ def test_the_tables_are_what_the_code_does(tokenizers, text):
     from vllm.ampere.integration.chat.choices import CHOICES
 
     points = rows(text, [f"`{name}`" for name in CHOICES])
-    assert {row[0].strip("`"): tuple(re.findall("`(.*?)`", row[1])) for row in points} == {name: choice.values for name, choice in CHOICES.items()}
+    assert {row[0].strip("`"): tuple(re.findall("`(.*?)`", row[1])) for row in points} == {
+        name: choice.values for name, choice in CHOICES.items()
+    }
     (words,) = rows(text, ("word", "词"))
     (budgets,) = rows(text, ("V4.1,", "V4.1，"))
     (v4,) = rows(text, ("V4,", "V4，"))
     for word, budget, v4_word in list(zip(words, budgets, v4))[2:]:
         kwargs = {"reasoning_effort": word.strip("`")} if word.startswith("`") else {}
-        prompts = {version: tokenizers[version].apply_chat_template([USER], tokenize=False, **kwargs) for version in tokenizers}
+        prompts = {
+            version: tokenizers[version].apply_chat_template([USER], tokenize=False, **kwargs) for version in tokenizers
+        }
         if word == "`none`":
             assert budget == v4_word and all(prompt.endswith("</think>") for prompt in prompts.values())
             continue

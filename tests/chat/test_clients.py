@@ -18,12 +18,24 @@ from .dialect import INTEGER, STRING, spell, tool
 
 pytestmark = pytest.mark.vllm
 TURNS = 10
-PATHS = ("README.md", "a b/ü 世界.txt", 'say "hi"', "back\\slash", "<think>not a thought</think>", "  blanks  ", "tab\tand\nline",
-         "🎉" * 40, '{"json": [1, 2]}', "word " * 1500)
+PATHS = (
+    "README.md",
+    "a b/ü 世界.txt",
+    'say "hi"',
+    "back\\slash",
+    "<think>not a thought</think>",
+    "  blanks  ",
+    "tab\tand\nline",
+    "🎉" * 40,
+    '{"json": [1, 2]}',
+    "word " * 1500,
+)
 READ = tool("read", path=STRING, line=INTEGER)
 # Both are said again in the prompt of the next turn.
-ANSWERS = [{"reasoning": f"Thought {turn}.", "content": f"Turn {turn}:", "arguments": {"path": PATHS[turn], "line": turn}}
-           for turn in range(TURNS)]
+ANSWERS = [
+    {"reasoning": f"Thought {turn}.", "content": f"Turn {turn}:", "arguments": {"path": PATHS[turn], "line": turn}}
+    for turn in range(TURNS)
+]
 
 
 def result_of(turn: int) -> str:
@@ -32,11 +44,9 @@ def result_of(turn: int) -> str:
 
 def scripts(version: str) -> list[dict]:
     """Ten turns with a call each, then an answer."""
-    turns = [
-        {"script": spell(version, "{reasoning}</think>{content}\n\n«calls»\n«read»\n«path=»{path}«/»\n«line:»{line}«/»\n«/read»\n«/calls»").format(
-            **{**answer, **answer["arguments"]})}
-        for answer in ANSWERS
-    ]
+    call = "«calls»\n«read»\n«path=»{path}«/»\n«line:»{line}«/»\n«/read»\n«/calls»"
+    said = spell(version, "{reasoning}</think>{content}\n\n" + call)
+    turns = [{"script": said.format(**answer, **answer["arguments"])} for answer in ANSWERS]
     return [*turns, {"script": "Last thought.</think>All read."}]
 
 
@@ -57,7 +67,12 @@ def assert_prompt_holds_everything(prompt: str, thoughts: bool = True) -> None:
     """What each turn said and got stands in the prompt, in order."""
     at = prompt.index("Read ten files.")
     for turn, answer in enumerate(ANSWERS):
-        for text in (*[answer["reasoning"]] * thoughts, answer["content"], answer["arguments"]["path"], result_of(turn)):
+        for text in (
+            *[answer["reasoning"]] * thoughts,
+            answer["content"],
+            answer["arguments"]["path"],
+            result_of(turn),
+        ):
             at = prompt.index(text, at) + len(text)
 
 
@@ -66,8 +81,13 @@ def assert_prompt_holds_everything(prompt: str, thoughts: bool = True) -> None:
 
 @pytest.fixture
 def openai_client(server, key):
-    with openai.OpenAI(base_url=server.base_url + "/v1", api_key="none", max_retries=0, timeout=120,
-                       default_headers={"X-Request-Id": key}) as client:
+    with openai.OpenAI(
+        base_url=server.base_url + "/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        default_headers={"X-Request-Id": key},
+    ) as client:
         yield client
 
 
@@ -82,7 +102,9 @@ def chat_turn(client, stream: bool, **fields) -> dict:
         message["reasoning"] += getattr(delta, "reasoning", None) or ""
         for piece in delta.tool_calls or ():
             if piece.index == len(message["tool_calls"]):
-                message["tool_calls"].append({"id": piece.id, "type": "function", "function": {"name": piece.function.name, "arguments": ""}})
+                message["tool_calls"].append(
+                    {"id": piece.id, "type": "function", "function": {"name": piece.function.name, "arguments": ""}}
+                )
             message["tool_calls"][piece.index]["function"]["arguments"] += piece.function.arguments or ""
     return message if message["tool_calls"] else {**message, "tool_calls": None}
 
@@ -104,7 +126,9 @@ def test_openai_stream_helper(openai_client):
     """`chat.completions.stream` sums up the deltas itself, and parses the arguments of strict tools."""
     read = tool("read", path=STRING, line=INTEGER)
     read["function"]["strict"] = True
-    with openai_client.chat.completions.stream(model="m", messages=[{"role": "user", "content": "Q"}], tools=[read]) as events:
+    with openai_client.chat.completions.stream(
+        model="m", messages=[{"role": "user", "content": "Q"}], tools=[read]
+    ) as events:
         message = events.get_final_completion().choices[0].message
     assert message.content == ANSWERS[0]["content"] and message.reasoning == ANSWERS[0]["reasoning"]
     assert message.tool_calls[0].function.parsed_arguments == ANSWERS[0]["arguments"]
@@ -120,8 +144,13 @@ SAID = {"vllm_xargs": {"script": f"thought</think>{PLACE.model_dump_json()}"}}
 
 
 def test_openai_structured_output(server, openai_client):
-    message = openai_client.chat.completions.parse(model="m", messages=[{"role": "user", "content": "Q"}], response_format=Place,
-                                                   extra_body=SAID).choices[0].message
+    message = (
+        openai_client.chat.completions.parse(
+            model="m", messages=[{"role": "user", "content": "Q"}], response_format=Place, extra_body=SAID
+        )
+        .choices[0]
+        .message
+    )
     assert (message.parsed, message.reasoning) == (PLACE, "thought")
     assert "json=" in server.seen()[-1]["grammar"]
     response = openai_client.responses.parse(model="m", input="Q", text_format=Place, extra_body=SAID)
@@ -156,10 +185,16 @@ def test_openai_responses(server, openai_client, version, stream):
 
 
 def test_anthropic(server, key, stream):
-    client = anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=120, default_headers={"X-Request-Id": key})
+    client = anthropic.Anthropic(
+        base_url=server.base_url, api_key="none", max_retries=0, timeout=120, default_headers={"X-Request-Id": key}
+    )
     messages = [{"role": "user", "content": "Read ten files."}]
-    fields = {"model": "m", "max_tokens": 8000, "thinking": {"type": "enabled", "budget_tokens": 1024},
-              "tools": [{"name": "read", "input_schema": READ["function"]["parameters"]}]}
+    fields = {
+        "model": "m",
+        "max_tokens": 8000,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tools": [{"name": "read", "input_schema": READ["function"]["parameters"]}],
+    }
 
     def ask():
         if not stream:
@@ -171,7 +206,12 @@ def test_anthropic(server, key, stream):
         message = ask()
         thought, text, call = message.content
         assert message.stop_reason == "tool_use"
-        assert (thought.thinking, text.text, call.name, call.input) == (answer["reasoning"], answer["content"], "read", answer["arguments"])
+        assert (thought.thinking, text.text, call.name, call.input) == (
+            answer["reasoning"],
+            answer["content"],
+            "read",
+            answer["arguments"],
+        )
         result = {"type": "tool_result", "tool_use_id": call.id, "content": result_of(turn)}
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     assert [block.type for block in ask().content] == ["thinking", "text"]
@@ -198,16 +238,24 @@ def test_pydantic_ai(server, key, stream):
             pass
 
     async def run():
-        async with openai.AsyncOpenAI(base_url=server.base_url + "/v1", api_key="none", max_retries=0, timeout=120,
-                                      default_headers={"X-Request-Id": key}) as client:
+        async with openai.AsyncOpenAI(
+            base_url=server.base_url + "/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            default_headers={"X-Request-Id": key},
+        ) as client:
             agent = Agent(OpenAIChatModel("m", provider=OpenAIProvider(openai_client=client)), tools=[read])
             return await agent.run("Read ten files.", event_stream_handler=ignore if stream else None)
 
     result = asyncio.run(run())
     assert result.output == "All read."
     assert asked == [answer["arguments"] for answer in ANSWERS]
-    shown = [{part.part_kind: part.content for part in message.parts if part.part_kind in ("thinking", "text")}
-             for message in result.all_messages() if isinstance(message, ModelResponse)]
+    shown = [
+        {part.part_kind: part.content for part in message.parts if part.part_kind in ("thinking", "text")}
+        for message in result.all_messages()
+        if isinstance(message, ModelResponse)
+    ]
     said = [{"thinking": answer["reasoning"], "text": answer["content"]} for answer in ANSWERS]
     assert shown == [*said, {"thinking": "Last thought.", "text": "All read."}]
     assert_prompt_holds_everything(server.seen(key)[-1]["prompt"])

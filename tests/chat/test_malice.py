@@ -44,10 +44,22 @@ def broken_answers(server, version: str, seed: int, count: int) -> None:
     """Each whole and streamed. That the two agree is test_generated's matter."""
     texts = list(islice(fuzz.answers(random.Random(seed), version), count))
     requests = [
-        fuzz.Request("/v1/chat/completions", json.dumps({"model": "m", "messages": [USER], "tools": list(TOOLS), "stream": stream, "max_tokens": 2000,
-                                                         "vllm_xargs": {"script": text, "chunk": 1 + number % 7}}).encode())
-        for number, text in enumerate(texts) for stream in (False, True)
-    ]  # fmt: skip
+        fuzz.Request(
+            "/v1/chat/completions",
+            json.dumps(
+                {
+                    "model": "m",
+                    "messages": [USER],
+                    "tools": list(TOOLS),
+                    "stream": stream,
+                    "max_tokens": 2000,
+                    "vllm_xargs": {"script": text, "chunk": 1 + number % 7},
+                }
+            ).encode(),
+        )
+        for number, text in enumerate(texts)
+        for stream in (False, True)
+    ]
     outcome = fuzz.send(server.base_url, requests)
     assert_unharmed(server, outcome)
     assert outcome.statuses == {200: 2 * count}
@@ -58,7 +70,10 @@ def test_a_constraint_of_another_type_is_a_mistake(server, value):
     with pytest.raises(Refused) as refused:
         server.chat("a", structured_outputs=value)
     assert refused.value.status == 400
-    assert server.post("/v1/completions", {"model": "m", "prompt": "P", "structured_outputs": value, **fuzz.SCRIPT})[0] == 400
+    assert (
+        server.post("/v1/completions", {"model": "m", "prompt": "P", "structured_outputs": value, **fuzz.SCRIPT})[0]
+        == 400
+    )
 
 
 @pytest.mark.parametrize("name", ("truncation", "background"))
@@ -90,19 +105,30 @@ def test_requests_of_the_openapi_document(servers):
     schema = schemathesis.openapi.from_url(server.base_url + "/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     operations = [one for one in operations if (one.body or one.path_parameters) and one.path not in NOT_HERE]
-    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/tokenize"} <= {one.path for one in operations}
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/tokenize"} <= {
+        one.path for one in operations
+    }
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             if operation.path.endswith("/cancel") and mode is GenerationMode.NEGATIVE:
                 continue  # any text is a valid id
 
-            @settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=25,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def send(case):
                 if isinstance(case.body, dict):
                     case.body.pop("use_beam_search", None)  # is to go on for max_tokens steps, 300,000 here
                 answer = case.call(base_url=server.base_url, timeout=fuzz.LIMIT_S)
-                outcome.add(fuzz.Request(case.operation.path, repr(case.body).encode()), answer.status_code, answer.content)
+                outcome.add(
+                    fuzz.Request(case.operation.path, repr(case.body).encode()), answer.status_code, answer.content
+                )
 
             send()
     assert_unharmed(server, outcome)

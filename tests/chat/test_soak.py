@@ -27,8 +27,12 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int, source: ran
     said = f"{number} " + "word " * source.choice((0, 1, 3, 20, 150))
     gives_up, streams = source.random() < 0.15, source.random() < 0.5
     script = {"script": f"thought {number}</think>{said}", "chunk": source.choice((1, 4, 64))}
-    body = {"model": "m", "messages": [{"role": "user", "content": "Q " * source.choice((1, 10, 300))}], "stream": streams or gives_up,
-            "vllm_xargs": script | ({"hang": 1, "eos": 0} if gives_up else {})}  # fmt: skip
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Q " * source.choice((1, 10, 300))}],
+        "stream": streams or gives_up,
+        "vllm_xargs": script | ({"hang": 1, "eos": 0} if gives_up else {}),
+    }
     async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
         assert answer.status == 200
         if gives_up:
@@ -47,7 +51,10 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int, source: ran
 
 async def ask_all(url: str, numbers, source: random.Random) -> list[str]:
     slots = asyncio.Semaphore(AT_ONCE)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300), connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=300), connector=aiohttp.TCPConnector(limit=AT_ONCE)
+    ) as session:
+
         async def one(number):
             async with slots:
                 return await ask(session, url, number, source)

@@ -23,7 +23,10 @@ def report(coordinator) -> None:
     # Speculative decoding looks one page of the draft's group further and gives that page up.
     draft_pages = [managers[group.group_ids[0]].block_size for group in coordinator.attention_groups if group.use_eagle]
     logger.info(
-        "Prefix cache: %d groups with pages of %s tokens; hits come in steps of %d tokens, and the smallest prompt that can hit has %d",
-        len(groups), ", ".join(str(tokens) for tokens in sorted({manager.block_size for manager in managers})), step,
+        "Prefix cache: %d groups with pages of %s tokens; hits come in steps of %d tokens, "
+        "and the smallest prompt that can hit has %d",
+        len(groups),
+        ", ".join(str(tokens) for tokens in sorted({manager.block_size for manager in managers})),
+        step,
         (replay_tokens // step + 1) * step + max(draft_pages, default=1),
-    )  # fmt: skip
+    )

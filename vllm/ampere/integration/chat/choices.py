@@ -52,9 +52,10 @@ CHOICES = {
     ),
     "control_text": Choice(
         ("literal", "live"),
-        "client text that spells a control token: plain text with the same letters, so that it forges no turn, and in a "
-        "user turn the tag of a tool result is escaped (&lt;); or live, as in vLLM 0.33.0 and the release encoder. Literal "
-        "costs what such text meant on purpose, and the cached prefix behind a control token that the model itself said.",
+        "client text that spells a control token: plain text with the same letters, so that it forges no turn, and in "
+        "a user turn the tag of a tool result is escaped (&lt;); or live, as in vLLM 0.33.0 and the release encoder. "
+        "Literal costs what such text meant on purpose, and the cached prefix behind a control token that the model "
+        "itself said.",
     ),
 }
 

@@ -35,7 +35,9 @@ def check(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(r"a text holds half of a surrogate pair (\ud800 to \udfff), which stands for no character") from None
+        raise ValueError(
+            r"a text holds half of a surrogate pair (\ud800 to \udfff), which stands for no character"
+        ) from None
 
 
 def escape_results(text: str) -> str:

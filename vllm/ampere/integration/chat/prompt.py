@@ -22,8 +22,9 @@ _CLIENT_FIELDS = ("reasoning", "reasoning_content", "tool_calls", "tools", "resp
 _IMAGE_PARTS = ("image_url", "input_image", "image_pil")
 
 
-def encode_v4(tokenizer, encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None,
-              kwargs: Mapping) -> str | list[int]:
+def encode_v4(
+    tokenizer, encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None, kwargs: Mapping
+) -> str | list[int]:
     """The prompt of V4: token ids, or text if the argument `tokenize` is false and the text reads back as it should.
 
     Args:
@@ -39,8 +40,14 @@ def encode_v4(tokenizer, encode: Callable[..., str], messages: Sequence[Mapping]
     return _shallow(_encode, tokenizer, encode, messages, tools, kwargs, reasoning_effort=switches.v4_effort(kwargs))
 
 
-def encode_v41(tokenizer, encode: Callable[..., str], messages: Sequence[Mapping], tools: Sequence[Mapping] | None,
-               image_order: list[int] | None, kwargs: Mapping) -> str | list[int]:
+def encode_v41(
+    tokenizer,
+    encode: Callable[..., str],
+    messages: Sequence[Mapping],
+    tools: Sequence[Mapping] | None,
+    image_order: list[int] | None,
+    kwargs: Mapping,
+) -> str | list[int]:
     """The prompt of V4.1, as `encode_v4` gives it.
 
     Args:
@@ -51,7 +58,9 @@ def encode_v41(tokenizer, encode: Callable[..., str], messages: Sequence[Mapping
         ValueError: as `encode_v4`.
     """
     effort = switches.v41_effort(kwargs)
-    return _shallow(_encode, tokenizer, encode, messages, tools, kwargs, reasoning_effort=effort, image_order=image_order)
+    return _shallow(
+        _encode, tokenizer, encode, messages, tools, kwargs, reasoning_effort=effort, image_order=image_order
+    )
 
 
 def arguments_object(arguments) -> dict:
