@@ -22,8 +22,9 @@ from vllm.ampere.errors import AmpereError
 FAKE = ROOT / "tests" / "repo" / "fake_server.py"
 # The whole launcher, with the fake in the server's place and nothing built.
 LAUNCHER = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and so their tests, ignore it
 sys.path.insert(0, {overlay!r})
 import demo, environment
 environment.ROOT = environment.CACHE = demo.FOLDER = Path({folder!r})
