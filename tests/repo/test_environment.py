@@ -278,7 +278,8 @@ def test_an_ended_builder_ends_its_command(tmp_path, number):
     started = tmp_path / "started"
     slow = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
     code = (
-        f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT / 'vllm' / 'ampere')!r})\n"
+        f"import signal, sys; from pathlib import Path; sys.path.insert(0, {str(ROOT / 'vllm' / 'ampere')!r})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"import environment; environment.LOG = Path({str(tmp_path / 'log')!r})\n"
         f"run = lambda: environment.call([sys.executable, '-c', {slow!r}], 'failed')\n"
         "sys.exit(environment.report('make env', run))"
