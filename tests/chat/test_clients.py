@@ -79,15 +79,15 @@ def assert_prompt_holds_everything(prompt: str, thoughts: bool = True) -> None:
 # -- openai
 
 
+def reaching(server, key) -> dict:
+    """Arguments of an openai client whose every request takes the next answer of a script."""
+    return {"base_url": server.base_url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 120,
+            "default_headers": {"X-Request-Id": key}}  # fmt: skip
+
+
 @pytest.fixture
 def openai_client(server, key):
-    with openai.OpenAI(
-        base_url=server.base_url + "/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=120,
-        default_headers={"X-Request-Id": key},
-    ) as client:
+    with openai.OpenAI(**reaching(server, key)) as client:
         yield client
 
 
@@ -238,13 +238,7 @@ def test_pydantic_ai(server, key, stream):
             pass
 
     async def run():
-        async with openai.AsyncOpenAI(
-            base_url=server.base_url + "/v1",
-            api_key="none",
-            max_retries=0,
-            timeout=120,
-            default_headers={"X-Request-Id": key},
-        ) as client:
+        async with openai.AsyncOpenAI(**reaching(server, key)) as client:
             agent = Agent(OpenAIChatModel("m", provider=OpenAIProvider(openai_client=client)), tools=[read])
             return await agent.run("Read ten files.", event_stream_handler=ignore if stream else None)
 
