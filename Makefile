@@ -15,7 +15,7 @@ demo:  ## serve a tiny random DeepSeek-V4.1 on this machine's CPU and stream one
 test:  ## every test that needs no GPU and is not marked long
 	@$(ENV) cpu oracle
 	.venv/bin/python -m pytest -m "not long and not oracle and $(NOT_HERE)" --durations=10
-	.venv-oracle/bin/python -m pytest -m "oracle and not long and $(NOT_HERE)" --durations=5
+	.venv-oracle/bin/python -m pytest tests/oracle -m "not long and $(NOT_HERE)" --durations=5
 
 test-long:  ## the tests marked long; they fetch the source archive from the package index
 	@$(ENV) cpu

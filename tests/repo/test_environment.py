@@ -331,13 +331,3 @@ def test_plugins_are_registered():
     for group, name in groups.items():
         (entry,) = metadata.entry_points(group=group, name=name)
         assert callable(entry.load())
-
-
-@pytest.mark.oracle
-def test_kernels_work_without_vllm():
-    import importlib.util
-
-    from vllm.ampere.kernels.registry import all_ops
-
-    assert importlib.util.find_spec("vllm.engine") is None
-    assert "inverse_rope" in all_ops()
