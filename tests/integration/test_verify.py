@@ -61,7 +61,8 @@ def test_a_dummy_load_needs_no_shards(tmp_path, capsys, load_format, refused):
     """A folder with a config alone is refused unless its weights are to be drawn."""
     from types import SimpleNamespace
 
-    given = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), load_config=SimpleNamespace(load_format=load_format))
+    given = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), load_config=SimpleNamespace(load_format=load_format),
+                            parallel_config=SimpleNamespace(pipeline_parallel_size=1))
     (tmp_path / "config.json").write_text("{}")
     if not refused:
         verify.AmpereDeepseekV41Config.verify_and_update_config(given)

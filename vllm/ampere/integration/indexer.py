@@ -59,26 +59,29 @@ class AmpereSparseAttnIndexer(SparseAttnIndexer):
         self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1])
 
 
+def store_keys(indexer, latents, positions, rotary_emb) -> None:
+    """Write the index keys of this step's latents, bfloat16 [T, 512], into the key cache of an `indexer` with `wk`."""
+    keys, _ = indexer.wk(latents)
+    key_norm_rope_store(
+        keys,
+        positions,
+        rotary_emb.cos_sin_cache,
+        indexer.k_norm.weight,
+        indexer.k_norm.variance_epsilon,
+        indexer.k_cache.kv_cache,
+        get_forward_context().attn_metadata[indexer.k_cache.prefix].slot_mapping,
+        indexer.compress_ratio,
+    )
+
+
 class AmpereDeepseekV4Indexer(DeepseekV4Indexer):
     """Indexer whose key store, query quantiser and selection are ours."""
 
     attn_cls = AmpereSparseAttnIndexer
 
     def _produce_k(self, latent, positions, rotary_emb) -> None:
-        metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict) or latent is None:  # profile run
-            return
-        keys, _ = self.wk(latent)
-        key_norm_rope_store(
-            keys,
-            positions,
-            rotary_emb.cos_sin_cache,
-            self.k_norm.weight,
-            self.k_norm.variance_epsilon,
-            self.k_cache.kv_cache,
-            metadata[self.k_cache.prefix].slot_mapping,
-            self.compress_ratio,
-        )
+        if isinstance(get_forward_context().attn_metadata, dict) and latent is not None:  # else a profile run
+            store_keys(self, latent, positions, rotary_emb)
 
     def forward_q(self, qr, qr_scale, indexer_weights, positions, rotary_emb):
         q = self._wq_b_proj(qr, qr_scale).view(-1, self.n_head, self.head_dim)

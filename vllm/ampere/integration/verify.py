@@ -12,6 +12,7 @@ from ..kernels.registry import all_ops
 from ..patching import series, tree
 from . import gate
 from .failure import exit_on_error
+from .pipeline import cuts
 
 
 class AmpereDeepseekV41Config(DeepseekV4ForCausalLMConfig):
@@ -29,9 +30,13 @@ class AmpereDeepseekV41Config(DeepseekV4ForCausalLMConfig):
     @staticmethod
     @exit_on_error
     def verify_and_update_config(vllm_config) -> None:
-        """Look at the checkpoint's shards, where it is a path (else a hub name, which vLLM fetches) and will be read."""
+        """Look at the pipeline's cuts, and at the checkpoint's shards where it is a path (else a hub name, which vLLM
+        fetches) and will be read."""
+        if gate.architecture() is None:
+            return
+        cuts.check(vllm_config)
         model, load_format = vllm_config.model_config.model, vllm_config.load_config.load_format
-        if gate.architecture() is not None and load_format != "dummy" and Path(model).exists():
+        if load_format != "dummy" and Path(model).exists():
             checkpoint.inspect(model)
 
 

@@ -31,6 +31,10 @@ class AmpereCpuPlatform(CpuPlatform):
     """CpuPlatform without the limits that its own latent attention sets."""
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return f"{__package__}.communicator.AmpereCpuCommunicator"
+
+    @classmethod
     def check_and_update_config(cls, vllm_config) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = (scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching)
