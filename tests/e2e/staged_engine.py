@@ -5,7 +5,7 @@
 
 JOB has `checkpoint`, `options` (engine keywords), `sampling` (keywords of SamplingParams), `scenarios` (name -> list of
 [prompt, engine step at which it arrives]; a prompt is token ids, or {"ids": ids with one place for the image, "image":
-[seed, width, height]}), `spoil` (names of tensors, each spoiled once in the first scenario), `replays` (files that this
+[seed, width, height]}), `spoil` (name of a tensor -> scenario that runs once more with it spoiled), `replays` (files that this
 script wrote, of which it executes the last scenario) and `output`. The pickled result has
     groups: the layers of every cache group, sorted;
     stages: a dict of `StageRecorder.record_stage` for every worker;
@@ -122,9 +122,9 @@ def main(job: dict) -> None:
     engine = Recorded(job["checkpoint"], job["options"], job["sampling"])
     result = {"groups": engine.groups, "stages": engine.stages, "spoiled": {}, "replayed": {}}
     result["scenarios"] = {name: engine.scenario(requests) for name, requests in job["scenarios"].items()}
-    for name in job["spoil"]:
+    for name, scenario in job["spoil"].items():
         engine.llm.collective_rpc("spoil_stage", args=(name,))
-        result["spoiled"][name] = engine.scenario(next(iter(job["scenarios"].values())))
+        result["spoiled"][name] = engine.scenario(job["scenarios"][scenario])
     engine.llm.collective_rpc("spoil_stage", args=(None,))
     for file in job["replays"]:
         with open(file, "rb") as source:

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages with DSpark, engram and bounded replay: bit by bit the engine of one process.
 
-The draft reads the inputs of layers 1, 2, 4 and 6. So at a cut before layer 1, 2 or 4 one of them is taken on the cut,
-and others before and after it. One request in flight is held against one process that schedules for itself. Several
+The draft reads the inputs of layers 1, 2, 4 and 6. So at a cut before one of these layers its input is taken on the cut,
+and others before and after it. Starts 3, 5, 6 and 7 are inside a group with one KV source: there the relay carries on
+what the source computed. One request in flight is held against one process that schedules for itself. Several
 are batched in another order over stages, so they are held against one process that executes the same scheduler outputs.
 """
 
 import json
 import pickle
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from vllm.ampere.cache_layout import HEAD_DIM
 from vllm.ampere.model_spec import ModelSpec
+from vllm.ampere.pipeline_cut import cut_at, keeps_last_rows
 from vllm.ampere.planner.pipeline import crossing_bytes
 from vllm.ampere.testing import tiny_checkpoint
 from vllm.ampere.testing.engine import OPTIONS, run
@@ -26,6 +30,7 @@ from .stage_recorder import digest
 pytestmark = pytest.mark.vllm
 TAPS = (1, 2, 4, 6)
 HIDDEN, STREAMS = 256, 4
+LATENT, TOPK, CANDIDATES = "relay_latent", "relay_topk", "relay_candidates"
 OPTIONS = OPTIONS | {"speculative_config": DRAFTS, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 1000,
                      "skip_tokenizer_init": True}
 # One short; one past top-k, candidates and a chunk's end; it again, from the prefix cache; three, one of them late.
@@ -66,23 +71,31 @@ class Layout:
         return [sum(self.partition[:stage]) for stage in range(len(self.partition))]
 
 
-# The second stage starts at the last KV source (20,20 of the release), at the first, or after one window layer.
-SHORT = (Layout((4, 4), True), Layout((4, 4), False), Layout((2, 6), False), Layout((1, 7), True))
+# The second stage starts at the last KV source (20,20 of the release), at the first, or after one window layer; at an
+# index source behind the last KV source (28 of 14,14,12), or at the layer after it, before which no row is left out.
+SHORT = (Layout((4, 4), True), Layout((4, 4), False), Layout((2, 6), False), Layout((1, 7), True),
+         Layout((6, 2), True), Layout((5, 3), False))
+# Starts 3 (ratio 2) and 7 (no index source behind it); groups over three stages, and over four, one of which ends with
+# the source; 4,2,2 has the shape of 14,14,12.
 LONG = (Layout((2, 6), True), Layout((1, 7), False), Layout((2, 2, 4), True), Layout((2, 2, 4), False),
-        Layout((1, 1, 2, 4), True))
-TENSOR = (Layout((4, 4), True, tensor=2),)
-VISION = (Layout((2, 6), True, images=True),)
+        Layout((1, 1, 2, 4), True), Layout((6, 2), False), Layout((5, 3), True), Layout((3, 5), True), Layout((7, 1), False),
+        Layout((4, 2, 2), True), Layout((5, 1, 2), False), Layout((3, 2, 1, 2), True), Layout((1, 4, 2, 1), False))
+TENSOR = (Layout((4, 4), True, tensor=2), Layout((6, 2), True, tensor=2), Layout((4, 2, 2), False, tensor=2))
+VISION = (Layout((2, 6), True, images=True), Layout((6, 2), True, images=True))
 GROUPS = {layout: group for group in (SHORT, LONG, TENSOR, VISION) for layout in group}
 LAYOUTS = [pytest.param(layout, id=str(layout), marks=[pytest.mark.long] * (group is not SHORT))
            for layout, group in GROUPS.items()]
 ALONE = [pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=case.marks)
          for case in LAYOUTS for name in case.values[0].scenarios if name != "several"]
-# Tensors that are spoiled once, and in what that has to show.
+# Tensors that are spoiled once: the scenario, and in what that has to show.
 SPOILED = {
-    SHORT[0]: {"hidden_states": {"log-probabilities", "taps"}, "pre_mix": {"log-probabilities", "taps"},
-               "aux_hidden_states_0": {"taps"}},
-    SHORT[2]: {"input_ids": {"log-probabilities"}, "lookback_token_ids": {"log-probabilities"}},
-    VISION[0]: {"input_ids": {"log-probabilities"}},
+    SHORT[0]: {"hidden_states": ("20", {"log-probabilities", "taps"}), "pre_mix": ("20", {"log-probabilities", "taps"}),
+               "aux_hidden_states_0": ("20", {"taps"})},
+    SHORT[2]: {"input_ids": ("20", {"log-probabilities"}), "lookback_token_ids": ("20", {"log-probabilities"})},
+    SHORT[4]: {LATENT: ("warm", {"log-probabilities"}), CANDIDATES: ("warm", {"log-probabilities"})},
+    SHORT[5]: {LATENT: ("warm", {"log-probabilities"}), TOPK: ("warm", {"log-probabilities"}),
+               CANDIDATES: ("warm", {"log-probabilities"})},
+    VISION[0]: {"input_ids": ("image", {"log-probabilities"})},
 }
 
 
@@ -128,7 +141,8 @@ class Engines:
         """What the engine of a layout did."""
         options = {"pipeline_parallel_size": len(layout.partition), "async_scheduling": layout.asynchronous}
         env = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layout.partition))}
-        return self._run(str(layout), layout, options, env, spoil=list(SPOILED.get(layout, ())), replays=[])
+        spoil = {name: scenario for name, (scenario, _) in SPOILED.get(layout, {}).items()}
+        return self._run(str(layout), layout, options, env, spoil=spoil, replays=[])
 
     def whole(self, layout: Layout) -> dict:
         """What the same tensor group without stages did: the scenarios, by itself, then the replays."""
@@ -136,7 +150,7 @@ class Engines:
         for other in group:
             self.staged(other)
         replays = [str(self._folder / f"{other}.pickle") for other in group]
-        return self._run(f"whole-{group[0]}", layout, {}, {}, spoil=[], replays=replays)
+        return self._run(f"whole-{group[0]}", layout, {}, {}, spoil={}, replays=replays)
 
     def same(self, layout: Layout, name: str) -> dict:
         """The run without stages that a scenario has to equal: a replay where several requests are in flight."""
@@ -194,37 +208,59 @@ def test_several_requests_equal_the_replay_of_their_schedule(engines, layout):
 
 @pytest.mark.parametrize("layout", [case for case in LAYOUTS if not case.values[0].images])
 def test_scenarios_do_what_they_are_for(engines, layout):
-    """Drafts accepted in part, a prefix served, and rows left out behind the last source, on the last stage alone."""
+    """Drafts accepted in part, a prefix served, and rows left out behind the last source, on every stage behind it."""
     staged = engines.staged(layout)
     seen = staged["scenarios"]
     accepted = {len(tokens) for run in seen.values() for _, sampled, _ in run["steps"] for tokens in sampled}
     assert accepted & {2, 3, 4, 5} and 1 in accepted
     rows = {name: sum(len(ids) for ids, *_ in seen[name]["workers"][0]["read"]) for name in ("400", "warm")}
     assert rows["400"] - rows["warm"] > 128, "the prefix cache served less than a page"
-    trims = [event for event in staged["trace"] if event["event"] == "replay_trim"]
+    trims = [event for event in staged["trace"] if event["event"] in ("replay_trim", "replay_rows")]
     assert (256, 128) in {(event["rows"], event["kept"]) for event in trims}
-    source = engines.spec(layout).kv_source_layer_ids[-1]
-    starts = [stage["replay_start"] for stage in staged["stages"][:: layout.tensor]]
-    assert starts == [None] * (len(layout.partition) - 1) + [source]
+    source, layers = engines.spec(layout).kv_source_layer_ids[-1], [stage["layers"] for stage in staged["stages"]]
+    # The source itself runs on all rows where it is its stage's last layer.
+    want = [max(start, source) if end > max(source + 1, start) else None for start, end in layers]
+    assert [stage["replay_start"] for stage in staged["stages"]] == want
+
+
+def kept_rows(positions: list[int], window: int) -> int:
+    """Rows of a step that bounded replay keeps: the last window of each request, whose positions are consecutive."""
+    starts = [row for row in range(len(positions)) if not row or positions[row] != positions[row - 1] + 1]
+    return sum(min(end - start, window) for start, end in pairwise([*starts, len(positions)]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_payload(engines, layout):
-    """Streams, mix, and the taps up to the cut: by name, shape and bytes, which are those that the planner counts."""
-    staged = engines.staged(layout)
+    """Streams, mix, taps up to the cut, and the relay's: by name, shape and bytes, which are those the planner counts."""
+    staged, spec = engines.staged(layout), engines.spec(layout)
+    listed = spec.candidate_topk_blocks * spec.candidate_block_size
     senders = (len(layout.partition) - 1) * layout.tensor
     for seen in staged["scenarios"].values():
         assert not any(worker["sent"] for worker in seen["workers"][senders:])
         for number, worker in enumerate(seen["workers"][:senders]):
-            cut = layout.starts[number // layout.tensor + 1]
-            counted = crossing_bytes(engines.spec(layout), cut, draft=True)
-            for (ids, *_), sent in zip(worker["read"], worker["sent"], strict=True):
-                rows, taps = len(ids), sum(tap <= cut for tap in TAPS)
+            start = layout.starts[number // layout.tensor + 1]
+            cut = cut_at(spec, start)
+            for (ids, positions, _), sent in zip(worker["read"], worker["sent"], strict=True):
+                rows = kept_rows(positions, spec.sliding_window) if keeps_last_rows(spec, start) else len(ids)
+                taps = sum(tap <= start for tap in TAPS)
                 want = {f"aux_hidden_states_{tap}": ("torch.bfloat16", (rows, HIDDEN)) for tap in range(taps)}
                 want["hidden_states"] = "torch.bfloat16", (rows, STREAMS, HIDDEN)
                 want["pre_mix"] = "torch.float32", (rows, STREAMS)
+                if cut is not None:
+                    want[LATENT] = "torch.bfloat16", (len(ids), HEAD_DIM)
+                    if cut.topk:
+                        want[TOPK] = "torch.int32", (rows, spec.index_topk)
+                    # The engine counts drafts that were rejected as well.
+                    longest = max(positions) + 1
+                    assert CANDIDATES not in sent or (cut.candidates and longest + NEW_TOKENS > listed)
+                    if cut.candidates and longest > listed:
+                        want[CANDIDATES] = "torch.int32", (rows, spec.candidate_topk_blocks)
+                    elif CANDIDATES in sent:
+                        del sent[CANDIDATES]
                 assert {name: given[:2] for name, given in sent.items()} == want
-                assert sum(given[2] for given in sent.values()) == rows * counted
+                if cut is None:
+                    counted = crossing_bytes(spec, start, draft=True)
+                    assert sum(given[2] for given in sent.values()) == rows * counted
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -264,9 +300,10 @@ def shard_of(checkpoint: Path, name: str) -> Path:
 def test_one_spoiled_row_is_noticed(engines, layout, name):
     """One row of one tensor spoiled in each step: the comparison above sees it, and it shows where it has to."""
     staged = engines.staged(layout)
-    spoiled, right = staged["spoiled"][name], next(iter(staged["scenarios"].values()))
+    scenario, shows = SPOILED[layout][name]
+    spoiled, right = staged["spoiled"][name], staged["scenarios"][scenario]
     shorter, longer = sorted((spoiled, right), key=lambda seen: len(seen["steps"]))
     found = differences(longer, shorter)
-    assert SPOILED[layout][name] <= found
+    assert shows <= found
     if name.startswith("aux_hidden_states"):  # bad drafts are slow, not wrong
         assert spoiled["answers"] == right["answers"]

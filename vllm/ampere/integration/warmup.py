@@ -46,6 +46,14 @@ def _call(op: str, **sizes: int) -> Call:
     return Call(op, tuple(sizes.items()))
 
 
+def insert_call(ratio: int) -> Call:
+    return _call("compressor_insert", T=1, S=1, B=2, P=_ROWS, ratio=ratio)
+
+
+def key_call(indexer) -> Call:
+    return _call("key_norm_rope_store", T=1, P=indexer.k_cache.kv_cache.shape[1], M=_POSITIONS, ratio=indexer.compress_ratio)
+
+
 def calls(layer) -> list[Call]:
     """The calls that compile whatever a layer's attention, compressor and indexer can launch.
 
@@ -62,7 +70,7 @@ def calls(layer) -> list[Call]:
     if ratio:
         found.append(_call("topk_slots", T=1, K=_COLUMNS, ratio=ratio, page_rows=_ROWS))
     if layer.is_kv_source:
-        found.append(_call("compressor_insert", T=1, S=1, B=2, P=_ROWS, ratio=ratio))
+        found.append(insert_call(ratio))
     return found if layer.indexer is None else found + _index_calls(layer.indexer)
 
 
@@ -75,7 +83,7 @@ def _index_calls(indexer) -> list[Call]:
         _call("select_topk", T=1, S=2 * chunk_entries(selected), K=selected),  # two chunks: both kinds of round
     ]
     if indexer.owns_k:
-        found.append(_call("key_norm_rope_store", T=1, P=page, M=_POSITIONS, ratio=indexer.compress_ratio))
+        found.append(key_call(indexer))
     if selection.candidate_blocks is not None:
         blocks, size = selection.candidate_blocks.shape[1], selection.candidate_block_size
         width = 2 * size * chunk_entries(blocks)
@@ -92,6 +100,14 @@ class AmpereKernels(VllmJitKernel[Call]):
 
     def compile(self, compile_key: Call) -> None:
         compile_key.run(current_platform.device_type)
+
+
+class ShadowKernels(AmpereKernels):
+    """What writes the caches of a `pipeline.shadow.ShadowSource`."""
+
+    def get_warmup_keys(self, shadow) -> list[Call]:
+        keys = [] if shadow.indexer is None else [key_call(shadow.indexer)]
+        return [insert_call(shadow.compress_ratio), *keys]
 
 
 class TokenLogprobs(VllmJitKernel[int]):
@@ -112,7 +128,7 @@ class TokenLogprobs(VllmJitKernel[int]):
         compute_token_logprobs(logits, torch.zeros(1, compile_key, dtype=torch.int64, device=device))
 
 
-KERNELS, TOKEN_LOGPROBS = AmpereKernels(), TokenLogprobs()
+KERNELS, SHADOW_KERNELS, TOKEN_LOGPROBS = AmpereKernels(), ShadowKernels(), TokenLogprobs()
 
 
 def register(layer, vllm_config) -> None:
@@ -131,3 +147,9 @@ def register(layer, vllm_config) -> None:
     if mhc.mhc_fused_post_pre_splits(hidden, streams):
         mhc._MHC_FUSED_TILELANG_KERNEL.register_warmup(vllm_config, hidden_size=hidden, hc_mult=streams)
     mhc._MHC_POST_TILELANG_KERNEL.register_warmup(hidden_size=hidden, hc_mult=streams)
+
+
+def register_shadow(shadow) -> None:
+    """Register what the stage's copy of a KV source launches."""
+    if current_platform.is_cuda():
+        SHADOW_KERNELS.register_warmup(shadow)

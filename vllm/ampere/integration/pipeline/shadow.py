@@ -11,6 +11,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.models.deepseek_v41 import attention as upstream
 
+from .. import warmup
 from ..compressor import insert_latents
 from ..indexer import store_keys
 
@@ -51,6 +52,7 @@ class ShadowSource(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[prefix] = self
         self.indexer = ShadowIndexer(vllm_config, f"{prefix}.indexer", ratio) if keys else None
+        warmup.register_shadow(self)
 
     def follow(self, reader) -> None:
         """Take record format and rotary tables of `reader`, an attention layer here that reads these rows."""
