@@ -265,7 +265,7 @@ def test_the_cards_of_this_machine_are_planned_for(dry, serve, release, monkeypa
     (("{release}", "--gpus", "8x"), 2, "'8x' is no set of cards", "write CARDSxGIB"),
     (("{release}", "--gpus", "4x80", "--preset", "a100-80g-x8-tp8"), 1, "TP8xPP1 takes 8 cards, there are 4", "plan --all"),
     (("{release}", "--gpus", "8x24", "--preset", "a100-80g-x8-tp8"), 1, "lacks 35.70 GiB", "without the draft:"),
-    (("{release}", "--gpus", "6x64", "--partition", "14,14,12"), 1, "a stage cannot start at layer 28", "plan --all"),
+    (("{release}", "--gpus", "6x64", "--partition", "8,12,20"), 1, "layers 20-39 lacks 24.38 GiB", "divided 14,14,12: 24.38"),
     (("{release}", "--gpus", "8x80", "--nodes", "2"), 2, "--nodes 2 contradicts a box of 1", "leave out one"),
     (("{release}", "--nodes", "0"), 2, "'0' is no count", "serve --help"),
     (("{release}", "--gpus", "8x80", "--node-rank", "0"), 2, "takes one node", "--nodes 2"),
@@ -280,6 +280,31 @@ def test_mistakes_are_one_line_and_a_hint(serve, release, words, status, message
     first, second, *rest = err.splitlines()
     assert (found, out, rest) == (status, "", [])
     assert first.startswith("error: ") and message in first and second.startswith("hint: ") and hint in second
+
+
+@pytest.mark.parametrize("given, what", [
+    (["--enable-dbo"], "--enable-dbo: microbatches"),
+    (["--ubatch-size", "2"], "--ubatch-size: microbatches"),
+    (["--ubatch-size=2"], "--ubatch-size: microbatches"),
+    (["--kv-transfer-config", "{}"], "--kv-transfer-config: a KV connector"),
+    (["--kv_transfer_config.kv_connector", "x"], "--kv-transfer-config: a KV connector"),
+    (["--kv-offloading-size", "8"], "--kv-offloading-size: a KV connector"),
+    (["--enable-lora"], "--enable-lora: LoRA"),
+    (["--decode-context-parallel-size", "2"], "--decode-context-parallel-size: decode context parallelism"),
+    (["--ubatch-size", "1", "--no-enable-dbo", "--decode-context-parallel-size=1"], None),
+])
+def test_what_a_relayed_cut_cannot_go_with(release, serve, given, what):
+    """Refused before anything starts; taken where no stage reads a cache of an earlier one."""
+    six = (release, "--preset", "ga100-64g-x6-tp2-pp3", "--dry-run", "--", *given)
+    status, out, err = serve(*six)
+    if what is None:
+        assert status == 0 and "VLLM_PP_LAYER_PARTITION=14,14,12" in out
+        return
+    first, second = err.splitlines()[-2:]
+    assert (status, out) == (1, "")
+    assert first == f"error: {what} cannot go with layers 14,14,12, where a stage reads a cache of an earlier one"
+    assert second.startswith("hint: leave it out")
+    assert serve(release, "--preset", "a800-80g-x8-tp4-pp2", "--dry-run", "--", *given)[0] == 0
 
 
 def test_a_layout_over_part_of_two_nodes(release, serve):

@@ -84,9 +84,6 @@ def test_the_container_serves_the_preset(launch, release, capsys, monkeypatch, s
     own = [str(release) if word == "/model" else word for word in words[:place]]
     status = cli.main([*own, "--dry-run", "--format", "json", *words[place:]])
     out, err = capsys.readouterr()
-    if script == "tp2-pp3":
-        assert status == 1 and "layers 20-39 lacks 23.59 GiB" in err and "waits for the relay" in err
-        return
     assert status == 0, err
     document = json.loads(out)
     found = document["command"]

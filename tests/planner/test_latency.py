@@ -11,7 +11,7 @@ import pytest
 
 from vllm.ampere.planner.inventory import LINKS, LinkKind
 from vllm.ampere.planner.latency import (
-    all_reduce_us, decode_step, distinct_experts, fullest_share, send_us,
+    all_reduce_us, decode_step, distinct_experts, fullest_share, send_us, stage_chunk_ms, stage_step,
 )
 from vllm.ampere.planner.memory import Serving
 from vllm.ampere.planner.pipeline import stages
@@ -84,6 +84,37 @@ def test_crossover_on_two_islands(table):
 def test_islands_that_nvlink_joins_leave_nothing_for_a_pipeline(table):
     joined = TWO_ISLANDS.model_copy(update={"link": LinkKind.NVLINK})
     assert step(table, joined, 8, (40,), 1).total < step(table, joined, 4, (20, 20), 1).total
+
+
+def chunks(table, partition, rows):
+    box = load("ga100-64g-x6-tp2-pp3").inventory
+    cut = stages(table.spec, partition)
+    held = [table.rank(stage, 2, False, True, True) for stage in cut]
+    return [stage_chunk_ms(table.spec, n, stage, held[n], box, 2, False, rows, True) for n, stage in enumerate(cut)]
+
+
+def test_prefill_on_six_cards(table):
+    """A prompt of 64K at 14,14,12: 4,507 tokens/s, which set the share of the matrix rate. The first stage decides."""
+    first, middle, last = chunks(table, (14, 14, 12), 8192)
+    assert first == max(first, middle, last) and 8192e3 / first == close(4507)
+
+
+def test_rows_that_replay_drops_cost_nothing_behind_the_source(table):
+    short, long = (chunks(table, (14, 14, 12), rows) for rows in (2048, 8192))
+    assert long[2] == short[2] and long[0] == pytest.approx(4 * short[0], rel=0.01)
+    # 128 of 8192 rows of layers 20 to 27 remain, and all rows of 14 to 19.
+    assert long[1] == pytest.approx(long[0] * 6 / 14, rel=0.05)
+
+
+def test_a_relayed_hop(table):
+    """Two ranks send 29,192 bytes a token each over cut 28, and 20,488 over cut 14."""
+    box = load("ga100-64g-x6-tp2-pp3").inventory
+    cut = stages(table.spec, (14, 14, 12))
+    for number, each in ((0, 20_488), (1, 29_192)):
+        held = table.rank(cut[number], 2, False, True, True)
+        hop = stage_step(table.spec, number, cut[number], held, box, 2, False, 192, True).hops
+        first = number * 2
+        assert hop == pytest.approx(send_us(box.link_between(first, first + 2), 192 * each) / 1e3)
 
 
 def test_one_card_reduces_nothing():

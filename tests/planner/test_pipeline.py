@@ -1,48 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Legal cuts, their reasons, and what crosses them."""
+"""Partitions, the cuts that need no relay, and the bytes that cross every cut."""
 
 import pytest
 
 from vllm.ampere.errors import UsageError
 from vllm.ampere.model_spec import ModelSpec
-from vllm.ampere.planner.pipeline import crossing_bytes, cut_refusal, even, legal_cuts, legal_partitions, stages
+from vllm.ampere.planner.pipeline import (
+    copied_source, crossing_bytes, describe, even, payload_bytes, plain_cuts, plain_partitions, relay_latents, relays,
+    sent_bytes, stages,
+)
 
 SPEC = ModelSpec()
 
 
-def test_legal_cuts():
-    assert legal_cuts(SPEC) == (1, 2, 8, 14, 20)
+def test_plain_cuts():
+    assert plain_cuts(SPEC) == (1, 2, 8, 14, 20)
 
 
-@pytest.mark.parametrize("start", range(1, 40))
-def test_a_refusal_names_a_layer_and_a_source_on_either_side_of_the_cut(start):
-    """Found again from the lists in config.json, not from the layer map."""
-    def source(ids, layer):
-        return max(i for i in ids if i <= layer)
-
-    torn = [
-        layer for layer in range(start, 40)
-        if SPEC.compress_ratios[layer]
-        and min(source(SPEC.kv_source_layer_ids, layer), source(SPEC.index_source_layer_ids, layer)) < start
-    ]
-    line = cut_refusal(SPEC, start)
-    assert bool(line) == bool(torn)
-    if torn:
-        assert f"layer {torn[0]} needs the compressed rows of layer {source(SPEC.kv_source_layer_ids, torn[0])}" in line
-    assert ("relay" in line) == (start > 20)
-
-
-def test_selection_is_named_where_it_is_torn_too():
-    line = cut_refusal(SPEC, 30)
-    assert "layer 30 needs the compressed rows of layer 20 and the selection of layer 28;" in line
-    assert "selection" not in cut_refusal(SPEC, 28)
-
-
-def test_legal_partitions():
-    assert (20, 20) in legal_partitions(SPEC, 2) and len(legal_partitions(SPEC, 2)) == 5
-    assert (8, 12, 20) in legal_partitions(SPEC, 3) and len(legal_partitions(SPEC, 3)) == 10
-    assert legal_partitions(SPEC, 6) == [(1, 1, 6, 6, 6, 20)]
-    assert legal_partitions(SPEC, 7) == []
+def test_plain_partitions():
+    assert (20, 20) in plain_partitions(SPEC, 2) and len(plain_partitions(SPEC, 2)) == 5
+    assert (8, 12, 20) in plain_partitions(SPEC, 3) and len(plain_partitions(SPEC, 3)) == 10
+    assert plain_partitions(SPEC, 6) == [(1, 1, 6, 6, 6, 20)]
+    assert plain_partitions(SPEC, 7) == []
 
 
 def test_even_partition_is_the_engines():
@@ -55,12 +34,87 @@ def test_a_partition_must_deal_out_all_layers(partition):
         stages(SPEC, partition)
 
 
-def test_crossing_bytes():
+def test_relays_are_described():
+    assert relays(SPEC, (8, 12, 20)) == ()
+    assert [describe(cut) for cut in relays(SPEC, (13, 14, 13))] == [
+        "layer 13 takes layer 8's latent, top-k from the stage before",
+        "layer 27 takes layer 20's latent, candidates, top-k from the stage before",
+    ]
+
+
+@pytest.mark.parametrize(
+    "partition, copied, latents",
+    [
+        ((20, 20), [None, None], [0, 0]),
+        ((14, 14, 12), [None, None, (20, True)], [0, 1, 1]),
+        # A stage between passes on what it was sent.
+        ((14, 7, 3, 16), [None, None, (20, False), (20, True)], [0, 1, 1, 1]),
+        ((37, 3), [None, (20, False)], [1, 1]),
+        # Of layer 8 it is sent latents, of layer 20 it sends its own.
+        ((13, 14, 13), [None, (8, False), (20, True)], [1, 2, 1]),
+    ],
+)
+def test_copies_and_latents_of_every_stage(partition, copied, latents):
+    cut = stages(SPEC, partition)
+    assert [copied_source(SPEC, stage) for stage in cut] == copied
+    assert [relay_latents(SPEC, stage) for stage in cut] == latents
+
+
+def test_streams_only():
     """relay_design section 6: 40,976 a token, 246 KB for six rows, 335.7 MB for a chunk of 8192."""
-    token = crossing_bytes(SPEC, 20, draft=True)
-    assert token == 40_976
-    assert round(6 * token / 1e3) == 246
-    assert round(8192 * token / 1e6, 1) == 335.7
+    for start in (0, *plain_cuts(SPEC)):
+        assert payload_bytes(SPEC, start, draft=True) == {"hidden_states": 40_960, "pre_mix": 16}
+    assert round(crossing_bytes(SPEC, 20, True, rows=6) / 1e3) == 246
+    assert round(crossing_bytes(SPEC, 20, True, rows=8192) / 1e6, 1) == 335.7
+
+
+@pytest.mark.parametrize(
+    "start, names",
+    [
+        (28, {"relay_latent": 1024, "relay_candidates": 8192}),
+        (27, {"relay_latent": 1024, "relay_candidates": 8192, "relay_topk": 2048}),
+        (37, {"relay_latent": 1024, "relay_topk": 2048, "aux_hidden_states_0": 10_240}),
+        (39, {"relay_latent": 1024, "relay_topk": 2048} | {f"aux_hidden_states_{tap}": 10_240 for tap in range(3)}),
+        (9, {"relay_latent": 1024, "relay_topk": 2048}),
+    ],
+)
+def test_a_relayed_token_by_tensor(start, names):
+    assert payload_bytes(SPEC, start, draft=True) == {"hidden_states": 40_960, "pre_mix": 16} | names
+
+
+@pytest.mark.parametrize(
+    "start, rows, kept, megabytes",
+    [
+        # relay_design section 6: decode of 1, 8 and 32 requests with five drafted tokens; a chunk of one and of four
+        # requests whose rows bounded replay trimmed, and one that it did not trim.
+        (28, 6, None, 0.301), (28, 48, None, 2.41), (28, 192, None, 9.64), (28, 8192, 128, 14.7), (28, 8192, 512, 33.6),
+        (28, 8192, None, 411.2),
+        (27, 6, None, 0.313), (27, 48, None, 2.51), (27, 192, None, 10.0), (27, 8192, 128, 14.9), (27, 8192, 512, 34.6),
+        (27, 8192, None, 428.0),
+    ],
+)
+def test_published_payloads(start, rows, kept, megabytes):
+    digits = len(str(megabytes).partition(".")[2])
+    assert round(crossing_bytes(SPEC, start, True, rows, kept) / 1e6, digits) == megabytes
+
+
+def test_candidates_stay_while_every_block_is_one():
+    """2,048 blocks of 8 positions."""
+    shorter, longer = (payload_bytes(SPEC, 28, False, context=context) for context in (16_384, 16_385))
+    assert longer == shorter | {"relay_candidates": 8192} and "relay_candidates" not in shorter
+
+
+def test_latents_of_trimmed_rows_cross():
+    whole, trimmed = (payload_bytes(SPEC, 38, True, 8192, kept) for kept in (None, 128))
+    assert trimmed.keys() == whole.keys() and len(whole) == 6
+    assert {name for name in whole if trimmed[name] == whole[name]} == {"relay_latent"}
+    assert all(64 * trimmed[name] == size for name, size in whole.items() if name != "relay_latent")
+
+
+def test_a_rank_sends_its_share_and_row_numbers_whole():
+    """relay_design section 6: 20,488 + 512 + 8,192 a token and link with two ranks."""
+    assert sent_bytes(payload_bytes(SPEC, 28, True), 2) == 20_488 + 512 + 8192
+    assert sent_bytes(payload_bytes(SPEC, 27, True), 4) == 10_244 + 256 + 8192 + 2048
 
 
 def test_draft_features_cross_with_their_layers():

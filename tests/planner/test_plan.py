@@ -7,9 +7,10 @@ from vllm.ampere.errors import UsageError
 from vllm.ampere.planner.inventory import parse
 from vllm.ampere.planner.kv_blocks import KvBlocks
 from vllm.ampere.planner.memory import GIB, Serving, workspace_bytes
-from vllm.ampere.planner.pipeline import stages
-from vllm.ampere.planner.plan import Layout, make_plan, remedies
+from vllm.ampere.planner.pipeline import plain_partitions, relays, stages
+from vllm.ampere.planner.plan import Layout, make_plan
 from vllm.ampere.planner.presets import load
+from vllm.ampere.planner.remedies import remedies
 from vllm.ampere.planner.search import layouts, search
 
 BOX = parse("8x80")
@@ -41,6 +42,34 @@ def test_a_refusal_says_exactly_how_much_is_missing(table):
         assert bool(make_plan(table, grown, TP4_PP2, serving).refusals) is not fits
 
 
+def test_six_cards_of_64_gb(table):
+    """The relay adds 128 KiB of weights, 4096 latents of 1 KiB on both sides, and 9,216 bytes a token to what crosses."""
+    preset = load("ga100-64g-x6-tp2-pp3")
+    plan = make_plan(table, preset.inventory, preset.layout, preset.serving)
+    assert preset.layout.partition == (14, 14, 12) and plan.relayed and not plan.refusals
+    assert [round(stage.weights.total / GIB, 1) for stage in plan.stages] == [49.7, 48.6, 46.7]
+    assert [stage.weights.relay for stage in plan.stages] == [0, 0, 131_328]
+    assert [stage.workspace["relay"] for stage in plan.stages] == [0, 4096 * 1024, 4096 * 1024]
+    assert [stage.copied_layer for stage in plan.stages] == [None, None, 20]
+    assert [stage.crossing_bytes for stage in plan.stages] == [40_976, 50_192, 0]
+    # The middle stage decides, so the copy on the last takes nothing from the cache.
+    assert plan.blocks == plan.stages[1].blocks < plan.stages[2].blocks
+
+
+def test_candidates_of_short_contexts_do_not_cross(table):
+    layout = Layout(tensor=2, partition=(14, 14, 12))
+    plan = make_plan(table, parse("6x80"), layout, Serving(context=16_384))
+    assert [stage.crossing_bytes for stage in plan.stages] == [40_976, 42_000, 0]
+
+
+def test_another_partition_is_a_remedy(table):
+    box = parse("6x64")
+    plan = make_plan(table, box, Layout(tensor=2, partition=(8, 12, 20)), Serving())
+    (first, *_) = remedies(table, plan)
+    assert first == f"divided 14,14,12: {plan.missing_bytes / GIB:.2f} GiB less"
+    assert not make_plan(table, box, Layout(tensor=2, partition=(14, 14, 12)), Serving()).refusals
+
+
 def test_remedies_are_what_the_changes_give(table):
     box = load("a100-80g-x4-tp4").inventory
     layout = Layout(tensor=4, partition=(40,))
@@ -54,7 +83,6 @@ def test_remedies_are_what_the_changes_give(table):
 @pytest.mark.parametrize(
     "shape, layout, words",
     [
-        ("6x64", Layout(tensor=2, partition=(14, 14, 12)), "layer 28 needs the compressed rows of layer 20; cuts in"),
         ("6x64", Layout(tensor=6, partition=(40,)), "TP6 cannot share 8 output groups"),
         ("4x80", TP4_PP2, "TP4xPP2 takes 8 cards, there are 4"),
     ],
@@ -105,11 +133,14 @@ def test_arguments(table):
 
 
 def test_search_lists_every_layout_once(table):
-    found = list(layouts(table.spec, 8))
+    found = list(layouts(table, BOX, Serving()))
     assert len(found) == len(set(map(str, [(each, each.partition) for each in found])))
     assert {each.cards for each in found} == {8}
-    # TP8: 1 x 2; TP4: 5 x 2; TP2: (10 + the even one) x 2; TP1: the even one.
-    assert len(found) == 2 + 10 + 22 + 1
+    plain = {each.partition for each in found if not relays(table.spec, each.partition)}
+    assert plain == {partition for count in (1, 2, 4, 8) for partition in plain_partitions(table.spec, count)}
+    # Those with a relay: vLLM's own of four and of eight stages, and the largest caches.
+    relayed = {(each.tensor, each.partition) for each in found if each.partition not in plain}
+    assert {(2, (10, 10, 10, 10)), (1, (5,) * 8)} < relayed and len(found) <= 2 + 6 * 2 + 12 * 2 + 2
 
 
 def test_search_puts_what_fits_first_and_the_fastest_of_it(table):
@@ -118,6 +149,15 @@ def test_search_puts_what_fits_first_and_the_fastest_of_it(table):
     assert plans[: len(fitting)] == fitting
     assert (fitting[0].layout.tensor, fitting[0].layout.partition) == (4, (20, 20))
     assert all(a.step.total <= b.step.total + 0.01 for a, b in zip(fitting, fitting[1:]))
+
+
+def test_search_takes_a_relay_only_where_it_is_needed(table):
+    """Six cards of 64 GiB need one; eight of 80 run as fast without, and with one would hold a little more."""
+    best, *_ = search(table, parse("6x64"), Serving())
+    assert (best.layout.tensor, best.layout.partition, best.relayed) == (2, (14, 14, 12), True)
+    plans = search(table, BOX, Serving(draft_tokens=0))
+    assert not plans[0].relayed
+    assert any(plan.relayed and plan.capacity_tokens > plans[0].capacity_tokens for plan in plans if plan.stages)
 
 
 def test_stock_prefill_workspace(table):

@@ -34,6 +34,7 @@ def test_all_tensors(table):
         (4, (20, 20), [35.3, 37.05], [39.1, 41.0]),
         (2, (8, 12, 20), [28.8, 41.5, 73.5], [28.8, 41.5, 73.5]),
         (2, (14, 13, 13), [49.5, 45.0, 49.3], [49.5, 45.0, 49.3]),
+        (2, (14, 14, 12), [49.5, 48.4, 45.9], [49.5, 48.4, 45.9]),
         (4, (14, 6, 20), [24.9, 10.5, 37.05], [27.5, 11.6, 41.0]),
     ],
 )
@@ -89,6 +90,12 @@ def test_draft_brings_its_own_embedding_to_a_last_stage_only(table):
     assert (first.draft_embed, last.draft_embed) == (0, first.embed)
     assert round(last.draft_embed / GIB, 2) == 0.62
     assert ranks(table, 8, (40,))[0].draft_embed == 0
+
+
+def test_a_copy_of_a_source_brings_its_index_key_weights_where_keys_are_copied(table):
+    """A bfloat16 matrix of 128 x 512 and a norm of 128, on every rank: 128 KiB and 256 bytes."""
+    for partition, expected in (((14, 14, 12), [0, 0, 131_328]), ((13, 24, 3), [0, 0, 0]), ((20, 20), [0, 0])):
+        assert [held.relay for held in ranks(table, 2, partition)] == expected
 
 
 def test_vision_and_head_go_to_the_ends(table):

@@ -45,6 +45,17 @@ ALIASES = {
 }
 
 
+# What a stage that starts inside a group of layers with one cache cannot go with, by the option that asks for it.
+_NOT_RELAYED = {
+    "--enable-dbo": "microbatches",
+    "--ubatch-size": "microbatches",
+    "--kv-transfer-config": "a KV connector",
+    "--kv-offloading-size": "a KV connector",
+    "--enable-lora": "LoRA",
+    "--decode-context-parallel-size": "decode context parallelism",
+}
+
+
 @dataclass(frozen=True)
 class Launch:
     """A process to start.
@@ -86,7 +97,11 @@ def launch(
         given: the user's own arguments of `vllm serve`.
         environment: of the caller. Its variables stay as they are, except for the partition, which is the plan's.
         node: this node of several; None where one node serves.
+
+    Raises:
+        AmpereError: the user asks for something that the plan's pipeline cuts cannot go with.
     """
+    _check_beside_relay(plan, given)
     ours = _pairs(plan.arguments()) | _FRONTEND
     if node:
         ours |= {"--nnodes": str(node.count), "--node-rank": str(node.rank), "--master-addr": node.master}
@@ -113,6 +128,20 @@ def launch(
             "add -- --host 127.0.0.1, or set VLLM_API_KEY"
         )
     return Launch([*program, *words], {**partition, **kept}, removed, warnings)
+
+
+def _check_beside_relay(plan: Plan, given: Sequence[str]) -> None:
+    """The engine refuses the same, once every process is up."""
+    if not plan.relayed:
+        return
+    asked = [_flag(word)[0] for word in given if not word.startswith("--no-")]
+    # One microbatch, or a group of one rank, is none.
+    for flag in [flag for flag in asked if flag in _NOT_RELAYED and _value(given, flag) != "1"]:
+        cuts = ",".join(map(str, plan.layout.partition))
+        raise AmpereError(
+            f"{flag}: {_NOT_RELAYED[flag]} cannot go with layers {cuts}, where a stage reads a cache of an earlier one",
+            "leave it out, or take a layout of `vllm-ampere plan --all` that needs no relay",
+        )
 
 
 def exposed_address(given: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -29,6 +29,7 @@ COLUMNS = {
     "requests": "of the wanted context at once",
     "host": "GiB of pinned host memory, node by node",
     "cut": "bytes of one token from stage to stage",
+    "relay": "layers at which a stage starts that needs a source's rows from the stage before",
     "step": "ms of a decode step of one request, estimated",
     "verdict": "ok, or why it is refused",
 }
@@ -44,6 +45,7 @@ def register(commands) -> None:
     box.add_layout_options(parser)
     parser.add_argument("--all", action="store_true", help="every layout, with the reason where it is refused")
     choice.add_argument("--presets", action="store_true", help="every preset, planned")
+    choice.add_argument("--splits", action="store_true", help="the best layers for each stage on common boxes of cards")
     choice.add_argument("--probe", action="store_true", help="time the links of this machine's cards; JSON for --inventory")
     box.add_node_options(parser)
     formats = ("table", "json", "args")
@@ -56,8 +58,8 @@ def _run(arguments: Namespace, console: Console) -> int:
     from ..planner import presets, search
     from ..planner.plan import make_plan
 
-    if console.format == "args" and (arguments.all or arguments.presets or arguments.probe):
-        raise UsageError("--format args prints one layout", "leave out --all, --presets and --probe")
+    if console.format == "args" and (arguments.all or arguments.presets or arguments.splits or arguments.probe):
+        raise UsageError("--format args prints one layout", "leave out --all, --presets, --splits and --probe")
     if arguments.probe:
         return _probe(arguments, console)
     if arguments.nodes or arguments.node_rank is not None or arguments.master_addr or arguments.interface:
@@ -71,6 +73,8 @@ def _run(arguments: Namespace, console: Console) -> int:
             for name, each in named.items()
         }
         return _list(list(plans.values()), console, list(plans))
+    if arguments.splits:
+        return _splits(arguments, console)
     inventory, layout, serving = _asked(arguments)
     table = box.weight_table(arguments.model)
     if arguments.all:
@@ -146,6 +150,34 @@ def _list(plans: "list[Plan]", console: Console, names: list[str] | None = None)
     return 0 if any(not plan.refusals for plan in plans) else 1
 
 
+def _splits(arguments: Namespace, console: Console) -> int:
+    from ..planner import splits
+
+    serving = splits.SERVING.model_copy(update=box.serving_changes(arguments))
+    rows: list[dict[str, Any]] = []
+    for cards, plain, relayed in splits.common_boxes(box.weight_table(arguments.model), serving):
+        for load in ("prefill", "decode"):
+            row = {"cards": cards.total, "GiB": cards.card_gib, "load": load}
+            for name, best in (("plain", plain), ("relayed", relayed)):
+                split = best.loads.get(load)
+                row[name] = f"lacks {best.missing_bytes / _GIB:.2f} GiB"
+                if name == "relayed" and split and split is plain.loads.get(load):
+                    row[name] = "the same"
+                elif split:
+                    layout = split.plan.layout
+                    row |= {name: f"{layout} {','.join(map(str, layout.partition))}", f"{name} rate": f"{split.per_second:,.0f}",
+                            f"{name} tokens": f"{split.plan.capacity_tokens:,}"}
+            rows.append(row)
+    if console.format == "json":
+        console.document(rows)
+    else:
+        titles = [f"{name}{what}" for name in ("plain", "relayed") for what in ("", " rate", " tokens")]
+        console.table([{title: "" for title in titles} | row for row in rows], ("cards", "GiB", "load", *titles))
+        console.progress("plain: stages start only where the streams alone cross; relayed: anywhere")
+        console.progress("rate: prompt tokens/s, or steps/s of requests, estimated; tokens: in the KV cache")
+    return 0
+
+
 def _row(plan: "Plan") -> dict[str, Any]:
     def by_stage(value) -> str:
         return " ".join(f"{value(stage) / _GIB:.1f}" for stage in plan.stages) or "-"
@@ -161,6 +193,7 @@ def _row(plan: "Plan") -> dict[str, Any]:
         "requests": f"{plan.concurrency:.1f}" if plan.stages else "-",
         "host": " ".join(f"{pinned / _GIB:.0f}" for pinned in plan.host_bytes) or "-",
         "cut": " ".join(str(stage.crossing_bytes) for stage in plan.stages[:-1]) or "-",
+        "relay": ",".join(str(stage.stage.start) for stage in plan.stages if stage.copied_layer is not None) or "-",
         "step": f"{plan.step.total:.1f}" if plan.step else "-",
         "verdict": _verdict(plan),
     }
@@ -173,7 +206,7 @@ def _verdict(plan: "Plan") -> str:
 
 
 def _one(table: "WeightTable", plan: "Plan", console: Console) -> int:
-    from ..planner.plan import remedies
+    from ..planner.remedies import remedies
 
     if console.format == "json":
         console.document(plan.document())
@@ -237,4 +270,5 @@ def _lines(first: "StagePlan"):
     yield "free for KV", gib(lambda stage: stage.free_bytes)
     yield "bytes of a block", lambda stage: str(stage.block_bytes)
     yield "bytes of a token", lambda stage: f"{stage.token_bytes:g}"
+    yield "keeps a copy of layer", lambda stage: "-" if stage.copied_layer is None else str(stage.copied_layer)
     yield "bytes of a token to the next stage", lambda stage: str(stage.crossing_bytes or "-")

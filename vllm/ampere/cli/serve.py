@@ -104,7 +104,8 @@ def _plan(
     """
     from ..planner import search
     from ..planner.memory import Serving
-    from ..planner.plan import make_plan, remedies
+    from ..planner.plan import make_plan
+    from ..planner.remedies import remedies
 
     table = box.weight_table(arguments.model)
     cards = _cards(arguments, preset, environment, console)

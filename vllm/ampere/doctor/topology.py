@@ -3,7 +3,7 @@
 
 import re
 
-from ..planner.pipeline import cut_refusal, stages
+from ..planner.pipeline import describe, relays
 from .case import Case, names_card
 from .findings import Outcome, Unknown, fail, ok, warn
 
@@ -126,15 +126,12 @@ def _partition(case: Case) -> Outcome:
     if not named:
         return ok("VLLM_PP_LAYER_PARTITION is not set")
     seen = f"VLLM_PP_LAYER_PARTITION={named}"
-    if not re.fullmatch(r"\d+(,\d+)*", named) or sum(map(int, named.split(","))) != case.spec.num_hidden_layers:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", named) or sum(map(int, named.split(","))) != case.spec.num_hidden_layers:
         return fail(f"{seen} does not deal out {case.spec.num_hidden_layers} layers")
     partition = tuple(map(int, named.split(",")))
     if case.preset and partition != case.preset.layout.partition:
         return fail(f"{seen}, the preset cuts {','.join(map(str, case.preset.layout.partition))}", "unset it")
-    for stage in stages(case.spec, partition)[1:]:
-        if refusal := cut_refusal(case.spec, stage.start):
-            return fail(f"{seen}: {refusal}")
-    return ok(seen)
+    return ok("; ".join([seen, *map(describe, relays(case.spec, partition))]))
 
 
 CHECKS = {

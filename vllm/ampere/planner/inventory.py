@@ -16,6 +16,8 @@ from ..errors import AmpereError, UsageError
 
 # Bytes a second of a card's own memory, by its size, in GB/s: A100 and A800 80, GA100 64, A6000 48, A100 40, 3090 24.
 _CARD_GB_S = {80: 1935.0, 64: 1640.0, 48: 768.0, 40: 1555.0, 24: 936.0}
+# Their dense bfloat16 matrix rate, TFLOP/s; a GA100 of 64 is taken for an A100.
+_CARD_TFLOPS = {80: 312.0, 64: 312.0, 48: 155.0, 40: 312.0, 24: 71.0}
 # Eight cards on two sockets are the common box.
 _ISLAND = 4
 _SHAPE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?)")
@@ -119,8 +121,16 @@ class Inventory(BaseModel):
     @property
     def memory_gb_s(self) -> float:
         """Bandwidth of one card's memory."""
-        nearest = min(_CARD_GB_S, key=lambda size: abs(size - self.card_gib))
-        return self.card_gb_s or _CARD_GB_S[nearest]
+        return self.card_gb_s or _CARD_GB_S[self._known_size]
+
+    @property
+    def matrix_tflops(self) -> float:
+        """Dense bfloat16 matrix rate of one card."""
+        return _CARD_TFLOPS[self._known_size]
+
+    @property
+    def _known_size(self) -> int:
+        return min(_CARD_GB_S, key=lambda size: abs(size - self.card_gib))
 
     def kind_between(self, first: int, last: int) -> LinkKind:
         """The slowest link among the cards `first` to `last`, numbered over all nodes."""

@@ -4,7 +4,8 @@
 One pool of blocks serves every cache. A block holds one page of each layer of one group: the compressed caches
 and index keys of all sources are one group (128 tokens a page), window caches are dealt out over as many groups
 as fit under its width (32 tokens a page), compressor rings are one more (one block a request). Block numbers are
-shared over all stages; a stage's block is as wide as its widest share of a group (relay_design section 3).
+shared over all stages; a stage's block is as wide as its widest share of a group (relay_design section 3). A stage
+behind a relayed cut has a copy of the source's caches: pages of the same group, with the same numbers.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Sequence
 
 from ..cache_layout import HEAD_DIM, INDEX_KEY, KV_RECORD
 from ..model_spec import Layer, ModelSpec
-from .pipeline import Stage
+from .pipeline import Stage, copied_source
 
 BLOCK_TOKENS = 128
 WINDOW_TOKENS = 32
@@ -25,9 +26,10 @@ _RING_TOKEN_BYTES = 2 * HEAD_DIM * 4
 
 
 def token_bytes(spec: ModelSpec, stage: Stage) -> float:
-    """Record and index-key bytes of a token in a stage's compressed caches, without padding."""
-    rows = (1 / layer.ratio for layer in spec.layers[stage.start : stage.end] if layer.owns_kv)
-    return sum(rows) * (KV_RECORD.row_bytes + INDEX_KEY.row_bytes)
+    """Record and index-key bytes of a token in a stage's compressed caches, copies included, without padding."""
+    return sum(
+        (KV_RECORD.row_bytes + INDEX_KEY.row_bytes * keys) / layer.ratio for layer, keys in _held_sources(spec, stage)
+    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class KvBlocks:
         window_layers = self.spec.num_hidden_layers + self._draft_layers
         if not self._sources:
             return 1
-        pages = Counter(page for layer in self._sources for page in _source_pages(layer))
+        pages = Counter(page for layer in self._sources for page in _source_pages(layer, True))
         if len(pages) > 1 and len(set(pages.values())) == 1:
             # One page of each size a source: a pattern that repeats once a source.
             members = [len(self._sources), window_layers] + [len(self._rings)] * bool(self._rings)
@@ -65,11 +67,10 @@ class KvBlocks:
         windows: Sequence[int] = range(self.spec.num_hidden_layers + self._draft_layers)
         held = [layer for layer in windows if stage.holds(layer) or stage.last and layer >= stage.end]
         shares = Counter(layer % self.window_groups for layer in held)
-        sources = [layer for layer in self._sources if stage.holds(layer.index)]
         return max(
             max(shares.values()) * _window_page(),
-            sum(sum(_source_pages(layer)) for layer in sources),
-            sum(layer in self._rings for layer in sources) * self._ring_page,
+            sum(sum(_source_pages(*held)) for held in _held_sources(self.spec, stage)),
+            sum(stage.holds(layer.index) for layer in self._rings) * self._ring_page,
         )
 
     def request_blocks(self, context: int) -> int:
@@ -113,10 +114,17 @@ class KvBlocks:
         return self.spec.num_nextn_predict_layers if self.draft_tokens else 0
 
 
-def _source_pages(layer: Layer) -> tuple[int, int]:
-    """Bytes of a source's page of records and of its page of index keys."""
+def _held_sources(spec: ModelSpec, stage: Stage) -> list[tuple[Layer, bool]]:
+    """Sources of whose caches a stage has one, its own or a copy; and whether index keys are among them."""
+    copied = copied_source(spec, stage)
+    own = [(layer, True) for layer in spec.layers[stage.start : stage.end] if layer.owns_kv]
+    return [(spec.layers[copied[0]], copied[1]), *own] if copied else own
+
+
+def _source_pages(layer: Layer, keys: bool) -> tuple[int, int]:
+    """Bytes of a source's page of records and of its page of index keys, 0 without these."""
     rows = BLOCK_TOKENS // layer.ratio
-    return _padded(rows * KV_RECORD.row_bytes), _padded(rows * INDEX_KEY.row_bytes)
+    return _padded(rows * KV_RECORD.row_bytes), _padded(rows * INDEX_KEY.row_bytes) * keys
 
 
 def _window_page() -> int:

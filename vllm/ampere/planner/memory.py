@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..cache_layout import HEAD_DIM, INDEX_KEY
 from ..model_spec import STREAMS, ModelSpec
-from .pipeline import Stage
+from .pipeline import Stage, relay_latents
 
 GIB = 2**30
 # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB.
@@ -78,6 +78,7 @@ def workspace_bytes(
         selection: chosen rows and candidate blocks of a step's tokens, int32.
         activations: the residual streams, the experts' products and the vocabulary's logits.
         draft: the streams that the engine keeps for a draft.
+        relay: latents of a step, bfloat16, that a relayed cut takes from this stage, brings to it, or both.
         graphs, runtime: as given.
     """
     tokens = serving.batched_tokens
@@ -98,6 +99,7 @@ def workspace_bytes(
         "selection": tokens * chosen * 4 if ratios else 0,
         "activations": streams * _LIVE_STREAM_BYTES + max(experts, vocabulary),
         "draft": streams * 2 if stage.last and serving.draft_tokens else 0,
+        "relay": relay_latents(spec, stage) * tokens * HEAD_DIM * 2,
         "graphs": int(serving.graphs_gib * GIB),
         "runtime": int(serving.runtime_gib * GIB),
     }

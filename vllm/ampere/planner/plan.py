@@ -13,7 +13,7 @@ from .inventory import Inventory, LinkKind
 from .kv_blocks import KvBlocks, token_bytes
 from .latency import REDUCTIONS_PER_LAYER, StepTime, all_reduce_us, decode_step
 from .memory import GIB, Positive, Serving, workspace_bytes
-from .pipeline import Stage, crossing_bytes, cut_refusal, stages
+from .pipeline import Stage, copied_source, crossing_bytes, stages
 from .weights import RankWeights, WeightTable, host_bytes
 
 
@@ -51,7 +51,8 @@ class StagePlan:
         block_bytes: of one cache block.
         missing_bytes: what one request of the wanted context lacks; 0 where it fits.
         crossing_bytes: of one token to the next stage, the tensor group together; 0 on the last.
-        token_bytes: of one token in the compressed caches.
+        token_bytes: of one token in the compressed caches, the copied one included.
+        copied_layer: the KV source of an earlier stage whose rows are sent here and kept a second time, or None.
     """
 
     stage: Stage
@@ -62,6 +63,7 @@ class StagePlan:
     missing_bytes: int
     crossing_bytes: int
     token_bytes: float
+    copied_layer: int | None
 
     @property
     def blocks(self) -> int:
@@ -120,6 +122,7 @@ class Plan:
                     "blocks": each.blocks,
                     "token_bytes": each.token_bytes,
                     "crossing_bytes_per_token": each.crossing_bytes,
+                    "copied_layer": each.copied_layer,
                 }
                 for each in self.stages
             ],
@@ -133,6 +136,11 @@ class Plan:
             },
             "step_ms": vars(self.step) | {"total": self.step.total} if self.step else None,
         }
+
+    @property
+    def relayed(self) -> bool:
+        """A stage starts inside a group of layers that share a cache."""
+        return any(stage.copied_layer is not None for stage in self.stages)
 
     def environment(self) -> dict[str, str]:
         """Variables that the server's processes need."""
@@ -178,41 +186,19 @@ def make_plan(table: WeightTable, inventory: Inventory, layout: Layout, serving:
         return Plan(layout, inventory, serving, refusals=tuple(impossible))
     # One batch a stage, and one more that is being scheduled.
     kv = KvBlocks(spec, cut, serving.draft_tokens, (len(cut) + 1) * serving.batched_tokens)
-    planned = tuple(_stage(table, inventory, layout, serving, kv, stage) for stage in cut)
+    planned = tuple(plan_stage(table, inventory, layout, serving, kv, stage) for stage in cut)
     blocks = min(each.blocks for each in planned)
     host, rounded = (_hosts(spec, inventory, layout, pages, cut) for pages in (serving.huge_pages, False))
     step = decode_step(
         spec, cut, [each.weights for each in planned], inventory, layout.tensor, layout.expert_parallel,
-        1 + serving.draft_tokens, bool(serving.draft_tokens),
+        1 + serving.draft_tokens, bool(serving.draft_tokens), serving.context,
     )
     plan = Plan(
         layout, inventory, serving, planned, (), (), host, rounded, blocks,
         kv.capacity_tokens(blocks, serving.context), kv.concurrency(blocks, serving.context),
         kv.longest_context(blocks), step,
     )
-    return replace(plan, refusals=tuple(_memory_refusals(plan, spec)), warnings=tuple(_warnings(plan, spec)))
-
-
-def remedies(table: WeightTable, plan: Plan) -> list[str]:
-    """What each single change gives the tightest card of a plan that lacks memory, greatest first."""
-    serving, layout = plan.serving, plan.layout
-    changes: dict[str, tuple[Layout, dict[str, Any]]] = {"without the draft": (layout, {"draft_tokens": 0})}
-    if layout.tensor > 1 and not layout.expert_parallel:
-        changes["with expert parallelism"] = (layout.model_copy(update={"expert_parallel": True}), {})
-    changes["without images"] = (layout, {"images": False})
-    for name, limit, words in (
-        ("batched_tokens", 2048, "with 2048 batched tokens"),
-        ("context", 1 << 17, "for a context of 131072 tokens"),
-        ("requests", 8, "with 8 requests a step"),
-    ):
-        if getattr(serving, name) > limit:
-            changes[words] = (layout, {name: limit})
-    gains = {}
-    for words, (other, update) in changes.items():
-        changed = make_plan(table, plan.inventory, other, serving.model_copy(update=update))
-        gains[words] = plan.missing_bytes - changed.missing_bytes
-    ordered = sorted(gains.items(), key=lambda gain: -gain[1])
-    return [f"{words}: {gain / GIB:.2f} GiB less" for words, gain in ordered if gain > GIB / 100]
+    return replace(plan, refusals=tuple(_memory_refusals(plan)), warnings=tuple(_warnings(plan, spec)))
 
 
 def _impossible(spec: ModelSpec, inventory: Inventory, layout: Layout) -> list[str]:
@@ -221,13 +207,13 @@ def _impossible(spec: ModelSpec, inventory: Inventory, layout: Layout) -> list[s
         found.append(f"TP{layout.tensor} cannot share {spec.o_groups} output groups: TP must divide {spec.o_groups}")
     if layout.cards > inventory.total:
         found.append(f"{layout} takes {layout.cards} cards, there are {inventory.total}")
-    starts = [stage.start for stage in stages(spec, layout.partition)[1:]]
-    return found + [refusal for start in starts if (refusal := cut_refusal(spec, start))]
+    return found
 
 
-def _stage(
+def plan_stage(
     table: WeightTable, inventory: Inventory, layout: Layout, serving: Serving, kv: KvBlocks, stage: Stage
 ) -> StagePlan:
+    """One card of a stage; of `layout` only the tensor group is read."""
     draft = bool(serving.draft_tokens)
     weights = table.rank(stage, layout.tensor, layout.expert_parallel, draft, serving.images)
     workspace = workspace_bytes(table.spec, stage, layout.tensor, layout.expert_parallel, serving)
@@ -235,8 +221,9 @@ def _stage(
     free = budget - weights.total - sum(workspace.values())
     block = kv.block_bytes(stage)
     missing = max(0, kv.request_blocks(serving.context) * block - free)
-    crossing = 0 if stage.last else crossing_bytes(table.spec, stage.end, draft)
-    return StagePlan(stage, weights, workspace, free, block, missing, crossing, token_bytes(table.spec, stage))
+    crossing = 0 if stage.last else crossing_bytes(table.spec, stage.end, draft, context=serving.context)
+    copied, _ = copied_source(table.spec, stage) or (None, False)
+    return StagePlan(stage, weights, workspace, free, block, missing, crossing, token_bytes(table.spec, stage), copied)
 
 
 def _hosts(
@@ -252,18 +239,14 @@ def _hosts(
     return tuple(hosts)
 
 
-def _memory_refusals(plan: Plan, spec: ModelSpec) -> list[str]:
+def _memory_refusals(plan: Plan) -> list[str]:
     found = []
-    source = spec.kv_source_layer_ids[-1]
     for each in plan.stages:
         if each.missing_bytes:
             where = f"layers {each.stage.start}-{each.stage.end - 1}"
             budget = plan.inventory.card_gib * plan.serving.memory_fraction
             used = f"weights {each.weights.total / GIB:.1f} and workspace {sum(each.workspace.values()) / GIB:.1f}"
             longest = f"; {plan.longest_context} tokens fit" if plan.longest_context else ""
-            if each.stage.start == source > 0:
-                inside = f"{source}-{spec.num_hidden_layers - 1}"
-                longest += f"; a cut inside layers {inside}, which would divide them, waits for the relay"
             found.append(
                 f"a card with {where} lacks {each.missing_bytes / GIB:.2f} GiB for one request of "
                 f"{plan.serving.context} tokens: {used} of {budget:.1f} GiB{longest}"

@@ -17,7 +17,7 @@ from typing import Iterable, Mapping, NamedTuple
 from ..cache_layout import ENGRAM_DIM, ENGRAM_SCALES
 from ..model_spec import ModelSpec
 from ..tensor_table import TILE, TensorSpec, expected_tensors
-from .pipeline import Stage
+from .pipeline import Stage, copied_source
 
 # Sizes of the released vision tower that ModelSpec does not carry.
 RELEASED_VISION = {"hidden_size": 1024, "intermediate_size": 2816, "patch_size": 14, "downsample_ratio": 3}
@@ -25,6 +25,7 @@ _MARLIN_INTERMEDIATE, _MARLIN_HIDDEN = 128, 256
 _HUGE_PAGE_BYTES = 2**21
 _COLUMN = re.compile(r"((?<!indexer)\.wq_b|\.wo_a|shared_experts\.w[13]|engram\.wkv)$")
 _ROW = re.compile(r"\.(wo_b|shared_experts\.w2)$")
+_KEYS = re.compile(r"\.indexer\.(wk|k_norm)$")
 
 
 class _Kind(NamedTuple):
@@ -48,6 +49,7 @@ class RankWeights:
         embed, head, vision: on the first, last and first stage.
         draft: DSpark's layers and heads, on the last stage; `draft_embed` is its own copy of the token
             embedding, needed where the last stage is not the first.
+        relay: the index key's projection and norm of a source on an earlier stage, where keys are copied.
     """
 
     experts: int = 0
@@ -59,6 +61,7 @@ class RankWeights:
     vision: int = 0
     draft: int = 0
     draft_embed: int = 0
+    relay: int = 0
 
     @property
     def total(self) -> int:
@@ -80,6 +83,7 @@ class WeightTable:
             tensors = expected_tensors(config)
         self.spec = spec
         self._counts: Counter[_Kind] = Counter()
+        self._places: dict[tuple[str | int, int, bool], Counter[str]] = {}
         self.tensor_bytes = 0
         for tensor in tensors:
             self._counts[_kind(tensor)] += 1
@@ -102,11 +106,27 @@ class WeightTable:
             draft: DSpark is loaded.
             images: the vision tower is loaded.
         """
-        parts = Counter()
+        parts: Counter[str] = Counter()
         places: list[str | int] = [layer for layer in range(stage.start, stage.end)]
         places += ["embed"] * stage.first + ["vision"] * (stage.first and images)
         places += ["head"] * stage.last + ["draft"] * (stage.last and draft)
         for place in places:
+            parts.update(self._place(place, tensor, expert_parallel))
+        if stage.last and draft and not stage.first:
+            parts["draft_embed"] = sum(count * _dense_bytes(kind, tensor)[1] for kind, count in self._kinds["embed"])
+        source, keys = copied_source(self.spec, stage) or (None, False)
+        if keys:
+            parts["relay"] = sum(
+                count * _dense_bytes(kind, tensor)[1]
+                for kind, count in self._kinds[source] if _KEYS.search(kind.module)
+            )
+        return RankWeights(**parts)
+
+    def _place(self, place: str | int, tensor: int, expert_parallel: bool) -> Counter[str]:
+        """Bytes of a layer, or of what is outside the layers, on a rank: counted once, asked for by every stage."""
+        key = place, tensor, expert_parallel
+        if key not in self._places:
+            parts = self._places[key] = Counter()
             for kind, count in self._kinds.get(place, ()):
                 if kind.module.endswith(".experts"):
                     stored, padded = _expert_bytes(kind, count, tensor, expert_parallel)
@@ -116,9 +136,7 @@ class WeightTable:
                     as_e4m3, held = _dense_bytes(kind, tensor)
                     parts[place if isinstance(place, str) else "dense"] += count * as_e4m3
                     parts["wo_a_bf16"] += count * (held - as_e4m3)
-        if stage.last and draft and not stage.first:
-            parts["draft_embed"] = sum(count * _dense_bytes(kind, tensor)[1] for kind, count in self._kinds["embed"])
-        return RankWeights(**parts)
+        return self._places[key]
 
 
 def host_bytes(spec: ModelSpec, stage: Stage, tensor: int, huge_pages: bool) -> int:
