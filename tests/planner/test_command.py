@@ -2,6 +2,7 @@
 """`vllm-ampere plan` in process: what it prints, and one line and a hint for every mistake."""
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from tests.planner.hollow import write_hollow
 from vllm.ampere.cli import main as cli
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.planner import presets
+from vllm.ampere.planner.pipeline import crossing_bytes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -145,10 +147,29 @@ def test_without_pydantic(plan, monkeypatch):
     assert (status, out) == (1, "") and "needs the package pydantic" in err
 
 
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_the_guide_shows_what_the_planner_prints(plan, language):
-    _, out, _ = plan("--presets")
-    assert f"```\n{out}```" in (DOCS / language / "topologies.md").read_text()
+@pytest.mark.parametrize("words", ["--presets", "--splits"])
+def test_the_guide_shows_what_the_planner_prints(plan, words):
+    _, out, _ = plan(words)
+    for language in ("en", "zh"):
+        assert f"```\n{out}```" in (DOCS / language / "topologies.md").read_text()
+
+
+def test_the_guide_shows_what_crosses():
+    """The lines of bytes over the cuts, from the function that counts them."""
+    def line(title, rows, kept=None):
+        sizes = [crossing_bytes(ModelSpec(), cut, True, rows, kept if cut > 20 else None) for cut in (14, 28, 27)]
+        units = [(size / 1e6, "MB") if size >= 1e6 else (size / 1e3, "KB") for size in sizes]
+        return " ".join([title, *(f"{size:.{max(0, 2 - int(math.log10(size)))}f} {unit}" for size, unit in units)])
+
+    lines = [
+        line("decode, one request and its draft (6 rows)", 6),
+        line("decode, 32 requests and theirs (192 rows)", 192),
+        line("a chunk of 8,192 tokens, one long prompt", 8192, 128),
+        line("the same, all rows kept (prompt log-probs)", 8192),
+    ]
+    for language in ("en", "zh"):
+        text = re.sub(" +", " ", (DOCS / language / "topologies.md").read_text())
+        assert "\n".join(lines) in text
 
 
 def test_the_translated_guide_has_the_same_figures():

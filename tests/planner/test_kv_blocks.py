@@ -13,13 +13,11 @@ SPEC = ModelSpec()
 
 
 def blocks(partition, draft_tokens=5, batched_tokens=8192):
-    cut = stages(SPEC, partition)
-    return KvBlocks(SPEC, cut, draft_tokens, (len(cut) + 1) * batched_tokens)
+    return KvBlocks(SPEC, draft_tokens, (len(partition) + 1) * batched_tokens)
 
 
 def widths(partition):
-    kv = blocks(partition)
-    return [kv.block_bytes(stage) for stage in kv.stages]
+    return [blocks(partition).block_bytes(stage) for stage in stages(SPEC, partition)]
 
 
 def test_token_bytes():
@@ -104,6 +102,6 @@ def test_equal_ratios_split_window_caches_by_the_pattern():
         index_source_layer_ids=(1, 3, 5), candidate_source_layer_id=-1, engram_layer_ids=(), engram_num_embeddings=(),
         num_nextn_predict_layers=0, dspark_target_layer_ids=(),
     )
-    kv = KvBlocks(spec, stages(spec, (7,)), 0, 2048)
+    kv = KvBlocks(spec, 0, 2048)
     # Candidates 3 to 7 pad (3, 7) by 2, 2, 5, 8 and 4: four wins over three.
     assert kv.window_groups == 2

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partitions, the cuts that need no relay, and the bytes that cross every cut."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from vllm.ampere.errors import UsageError
@@ -58,6 +61,25 @@ def test_copies_and_latents_of_every_stage(partition, copied, latents):
     cut = stages(SPEC, partition)
     assert [copied_source(SPEC, stage) for stage in cut] == copied
     assert [relay_latents(SPEC, stage) for stage in cut] == latents
+
+
+def test_the_document_has_every_kind_of_cut():
+    """The table of docs/en/pipeline.md, row by row, and every layer in one of them."""
+    text = (Path(__file__).resolve().parents[2] / "docs/en/pipeline.md").read_text()
+    block = re.search(r"^a stage starts at .*?\n(.*?)\n```", text, re.M | re.S)[1]
+    found = {}
+    for line in block.splitlines():
+        starts, crosses, copied = re.split(r" {2,}", line)
+        for word in starts.split(", "):
+            first, _, last = word.partition("-")
+            found |= {start: (crosses, copied) for start in range(int(first), int(last or first) + 1)}
+    assert sorted(found) == list(range(1, 40))
+    for start, (crosses, copied) in found.items():
+        (cut,) = relays(SPEC, (start, 40 - start)) or (None,)
+        if cut is None:
+            assert (crosses, copied) == ("nothing", "nothing")
+        else:
+            assert describe(cut) == f"layer {start} takes layer {copied.split()[-1]}'s {crosses} from the stage before"
 
 
 def test_streams_only():

@@ -54,6 +54,11 @@ def test_six_cards_of_64_gb(table):
     assert [stage.crossing_bytes for stage in plan.stages] == [40_976, 50_192, 0]
     # The middle stage decides, so the copy on the last takes nothing from the cache.
     assert plan.blocks == plan.stages[1].blocks < plan.stages[2].blocks
+    # At 14,13,13 the last decides: with window pages alone, 76,032 bytes, it would hold more.
+    other = make_plan(table, preset.inventory, Layout(tensor=2, partition=(14, 13, 13)), preset.serving)
+    assert other.blocks == other.stages[2].blocks
+    alone = min(other.stages[0].blocks, other.stages[2].free_bytes // 76_032)
+    assert round(1 - other.blocks / alone, 3) == 0.175 and other.capacity_tokens < plan.capacity_tokens
 
 
 def test_candidates_of_short_contexts_do_not_cross(table):
@@ -195,7 +200,7 @@ def test_published_weights_and_tokens_of_two_nodes(table):
     assert round(plan.stages[1].weights.total / 1e9, 1) == 20.5
     assert plan.capacity_tokens == pytest.approx(5.65e6, rel=0.25)
     # 4.0 GB, the pool that the same text names, holds half of that.
-    kv = KvBlocks(table.spec, stages(table.spec, (20, 20)), 5, 3 * serving.batched_tokens)
+    kv = KvBlocks(table.spec, 5, 3 * serving.batched_tokens)
     assert kv.capacity_tokens(int(4.0e9) // 138_240, 1 << 20) < 5.65e6 / 2
 
 
@@ -203,7 +208,7 @@ def test_published_tokens_of_six_cards(table):
     """4,648,480 tokens on 6 x 64 GB at 14,14,12, which is 4.433 requests of 1M; the middle stage decides."""
     cut = stages(table.spec, (14, 14, 12))
     serving = Serving(batched_tokens=2048, gather_requests=1)
-    kv = KvBlocks(table.spec, cut, 5, 4 * serving.batched_tokens)
+    kv = KvBlocks(table.spec, 5, 4 * serving.batched_tokens)
     held = table.rank(cut[1], 2, False, True, True).total
     workspace = sum(workspace_bytes(table.spec, cut[1], 2, False, serving).values())
     free = int(64 * 0.92 * GIB) - held - workspace

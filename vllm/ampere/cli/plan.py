@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..planner.inventory import Inventory
     from ..planner.memory import Serving
     from ..planner.plan import Layout, Plan, StagePlan
+    from ..planner.splits import Best
     from ..planner.weights import WeightTable
 
 _GIB = 2**30
@@ -151,31 +152,39 @@ def _list(plans: "list[Plan]", console: Console, names: list[str] | None = None)
 
 
 def _splits(arguments: Namespace, console: Console) -> int:
+    """Print the best partitions of common boxes for each load, without a relay and with one where that is better."""
     from ..planner import splits
 
     serving = splits.SERVING.model_copy(update=box.serving_changes(arguments))
     rows: list[dict[str, Any]] = []
     for cards, plain, relayed in splits.common_boxes(box.weight_table(arguments.model), serving):
-        for load in ("prefill", "decode"):
+        for load in relayed.loads or ("any",):
             row = {"cards": cards.total, "GiB": cards.card_gib, "load": load}
-            for name, best in (("plain", plain), ("relayed", relayed)):
-                split = best.loads.get(load)
-                row[name] = f"lacks {best.missing_bytes / _GIB:.2f} GiB"
-                if name == "relayed" and split and split is plain.loads.get(load):
-                    row[name] = "the same"
-                elif split:
-                    layout = split.plan.layout
-                    row |= {name: f"{layout} {','.join(map(str, layout.partition))}", f"{name} rate": f"{split.per_second:,.0f}",
-                            f"{name} tokens": f"{split.plan.capacity_tokens:,}"}
-            rows.append(row)
+            rows.append(row | {name: _split(best, load) for name, best in (("plain", plain), ("relayed", relayed))})
     if console.format == "json":
         console.document(rows)
-    else:
-        titles = [f"{name}{what}" for name in ("plain", "relayed") for what in ("", " rate", " tokens")]
-        console.table([{title: "" for title in titles} | row for row in rows], ("cards", "GiB", "load", *titles))
-        console.progress("plain: stages start only where the streams alone cross; relayed: anywhere")
-        console.progress("rate: prompt tokens/s, or steps/s of requests, estimated; tokens: in the KV cache")
+        return 0
+    for row in rows:
+        if row["relayed"] == row["plain"] and "layout" in row["plain"]:
+            row["relayed"] = {"layout": "the same"}
+        for name in ("plain", "relayed"):
+            found = row.pop(name)
+            row[name] = found.get("layout") or f"lacks {found['missing_bytes'] / _GIB:.2f} GiB"
+            row[f"{name} rate"] = f"{found['per_second']:,.0f}" if "per_second" in found else ""
+            row[f"{name} tokens"] = f"{found['tokens']:,}" if "tokens" in found else ""
+    console.table(rows, tuple(rows[0]))
+    console.progress("plain: stages start only where the streams alone cross; relayed: anywhere")
+    console.progress("rate: prompt tokens/s, or steps/s of requests, estimated; tokens: in the KV cache")
     return 0
+
+
+def _split(best: "Best", load: str) -> dict[str, Any]:
+    """JSON values of the best partition for a load, or what the nearest one lacks."""
+    if load not in best.loads:
+        return {"missing_bytes": round(best.missing_bytes)}
+    split = best.loads[load]
+    layout, tokens = split.plan.layout, split.plan.capacity_tokens
+    return {"layout": f"{layout} {','.join(map(str, layout.partition))}", "per_second": split.per_second, "tokens": tokens}
 
 
 def _row(plan: "Plan") -> dict[str, Any]:

@@ -34,17 +34,15 @@ def token_bytes(spec: ModelSpec, stage: Stage) -> float:
 
 @dataclass(frozen=True)
 class KvBlocks:
-    """The groups of a model under a partition.
+    """The groups of a model, and each stage's share of them.
 
     Attributes:
         spec: the model's dimensions.
-        stages: its pipeline stages.
         draft_tokens: tokens that DSpark proposes a step; 0 leaves its layers out.
         in_flight_tokens: most tokens that are scheduled and not yet settled; window pages of these are held.
     """
 
     spec: ModelSpec
-    stages: tuple[Stage, ...]
     draft_tokens: int
     in_flight_tokens: int
 

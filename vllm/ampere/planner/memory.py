@@ -56,6 +56,10 @@ class Serving(BaseModel):
     graphs_gib: Annotated[float, Field(ge=0)] = 1.0
     runtime_gib: Annotated[float, Field(ge=0)] = 1.25
 
+    def of(self, spec: ModelSpec) -> "Serving":
+        """The same of a model, which may have no draft."""
+        return self if spec.num_nextn_predict_layers else self.model_copy(update={"draft_tokens": 0})
+
     @property
     def factor(self) -> int:
         """The indexer's workspace factor that is in force."""

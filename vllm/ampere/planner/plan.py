@@ -179,13 +179,12 @@ def make_plan(table: WeightTable, inventory: Inventory, layout: Layout, serving:
             f"ask for --context {spec.max_position_embeddings} or less",
         )
     cut = stages(spec, layout.partition)
-    if not spec.num_nextn_predict_layers:
-        serving = serving.model_copy(update={"draft_tokens": 0})
+    serving = serving.of(spec)
     impossible = _impossible(spec, inventory, layout)
     if impossible:
         return Plan(layout, inventory, serving, refusals=tuple(impossible))
     # One batch a stage, and one more that is being scheduled.
-    kv = KvBlocks(spec, cut, serving.draft_tokens, (len(cut) + 1) * serving.batched_tokens)
+    kv = KvBlocks(spec, serving.draft_tokens, (len(cut) + 1) * serving.batched_tokens)
     planned = tuple(plan_stage(table, inventory, layout, serving, kv, stage) for stage in cut)
     blocks = min(each.blocks for each in planned)
     host, rounded = (_hosts(spec, inventory, layout, pages, cut) for pages in (serving.huge_pages, False))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How to divide the layers over pipeline stages: for the largest cache, for prefill, for decode.
 
-A pipeline is as fast as its busiest stage and holds as many requests as its tightest card, so every search here is for
-the partition whose worst stage is best, over all partitions: stage after stage, from the best ways to divide the layers
-before it.
+A pipeline is as fast as its busiest stage and holds as many requests as its tightest card. So each search is for the
+partition whose worst stage is best: over all partitions, stage after stage, from the best ways to reach its start.
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Callable, Iterable, Iterator
@@ -81,13 +81,19 @@ class Splits:
     """
 
     def __init__(
-        self, table: WeightTable, inventory: Inventory, serving: Serving, tensor: int, count: int,
-        expert_parallel: bool, relayed: bool = True,
-    ):  # fmt: skip
-        self.table, self.inventory, self.serving = table, inventory, serving
+        self,
+        table: WeightTable,
+        inventory: Inventory,
+        serving: Serving,
+        tensor: int,
+        count: int,
+        expert_parallel: bool,
+        relayed: bool = True,
+    ):
+        self.table, self.inventory, self.serving = table, inventory, serving.of(table.spec)
         self.tensor, self.count, self.expert_parallel = tensor, count, expert_parallel
         self._cuts = range(1, table.spec.num_hidden_layers) if relayed else plain_cuts(table.spec)
-        self._kv = KvBlocks(table.spec, (), serving.draft_tokens, (count + 1) * serving.batched_tokens)
+        self._kv = KvBlocks(table.spec, self.serving.draft_tokens, (count + 1) * serving.batched_tokens)
         self._planned: dict[Stage, StagePlan] = {}
         self._times: dict[tuple, dict[tuple, float]] = {}
 
@@ -142,7 +148,7 @@ class Splits:
             fits = busy(number, stage) <= slow and self._tightness(number, stage) <= tightest
             return float(self._plan(stage).crossing_bytes) if fits else math.inf
 
-        _, partition = self._divide(crossing, float.__add__)
+        _, partition = self._divide(crossing, operator.add)
         plan = make_plan(self.table, self.inventory, self.layout(partition), self.serving)
         return Split(plan, amount * 1e3 / max(busy(number, each.stage) for number, each in enumerate(plan.stages)))
 
