@@ -87,6 +87,11 @@ def test_every_other_spelling_is_known(parser):
     assert theirs == serving.ALIASES
 
 
+def test_what_a_relay_refuses_is_asked_for_by_these_options(parser):
+    spelt = {spelling for action in parser[2]._actions for spelling in action.option_strings}
+    assert serving.NOT_RELAYED.keys() <= spelt
+
+
 def test_vllm_reads_every_variable():
     from vllm import envs
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from vllm.ampere.cache_layout import HEAD_DIM
 from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.pipeline_cut import cut_at, keeps_last_rows
-from vllm.ampere.planner.pipeline import crossing_bytes
+from vllm.ampere.planner.pipeline import payload_bytes
 from vllm.ampere.testing import tiny_checkpoint
 from vllm.ampere.testing.engine import OPTIONS, run
 
@@ -258,9 +258,8 @@ def test_payload(engines, layout):
                     elif CANDIDATES in sent:
                         del sent[CANDIDATES]
                 assert {name: given[:2] for name, given in sent.items()} == want
-                if cut is None:
-                    counted = crossing_bytes(spec, start, draft=True)
-                    assert sum(given[2] for given in sent.values()) == rows * counted
+                counted = payload_bytes(spec, start, True, len(ids), rows, max(positions) + 1)
+                assert {name: given[2] for name, given in sent.items()} == counted
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

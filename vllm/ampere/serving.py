@@ -46,7 +46,7 @@ ALIASES = {
 
 
 # What a stage that starts inside a group of layers with one cache cannot go with, by the option that asks for it.
-_NOT_RELAYED = {
+NOT_RELAYED = {
     "--enable-dbo": "microbatches",
     "--ubatch-size": "microbatches",
     "--kv-transfer-config": "a KV connector",
@@ -136,10 +136,10 @@ def _check_beside_relay(plan: Plan, given: Sequence[str]) -> None:
         return
     asked = [_flag(word)[0] for word in given if not word.startswith("--no-")]
     # One microbatch, or a group of one rank, is none.
-    for flag in [flag for flag in asked if flag in _NOT_RELAYED and _value(given, flag) != "1"]:
+    for flag in [flag for flag in asked if flag in NOT_RELAYED and _value(given, flag) != "1"]:
         cuts = ",".join(map(str, plan.layout.partition))
         raise AmpereError(
-            f"{flag}: {_NOT_RELAYED[flag]} cannot go with layers {cuts}, where a stage reads a cache of an earlier one",
+            f"{flag}: {NOT_RELAYED[flag]} cannot go with layers {cuts}, where a stage reads a cache of an earlier one",
             "leave it out, or take a layout of `vllm-ampere plan --all` that needs no relay",
         )
 
