@@ -43,8 +43,6 @@ ALIASES = {
     "--disable-auto-tool-choice": "--enable-auto-tool-choice",
     "--device-memory-utilization": "--gpu-memory-utilization",
 }
-
-
 # What a stage that starts inside a group of layers with one cache cannot go with, by the option that asks for it.
 NOT_RELAYED = {
     "--enable-dbo": "microbatches",
@@ -132,11 +130,10 @@ def launch(
 
 def _check_beside_relay(plan: Plan, given: Sequence[str]) -> None:
     """The engine refuses the same, once every process is up."""
-    if not plan.relayed:
-        return
     asked = [_flag(word)[0] for word in given if not word.startswith("--no-")]
     # One microbatch, or a group of one rank, is none.
-    for flag in [flag for flag in asked if flag in NOT_RELAYED and _value(given, flag) != "1"]:
+    flag = next((flag for flag in asked if flag in NOT_RELAYED and _value(given, flag) != "1"), None)
+    if flag and plan.relayed:
         cuts = ",".join(map(str, plan.layout.partition))
         raise AmpereError(
             f"{flag}: {NOT_RELAYED[flag]} cannot go with layers {cuts}, where a stage reads a cache of an earlier one",
