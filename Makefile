@@ -4,10 +4,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensu
 ENV = $(PYTHON) vllm/ampere/environment.py
 NOT_HERE = not gpu and not multi_gpu and not image
 
-.PHONY: help demo test test-long test-gpu test-ampere test-image image kernel-table bench charts env patch clean
+.PHONY: help demo test test-long search-pipeline test-gpu test-ampere test-image image kernel-table bench charts env patch clean
 
 help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 17
 
 demo:  ## serve a tiny random DeepSeek-V4.1 on this machine's CPU and stream one answer (DEMO_PORT, DEMO_ONCE)
 	@$(PYTHON) vllm/ampere/demo.py $(if $(DEMO_PORT),--port $(DEMO_PORT)) $(if $(filter 1,$(DEMO_ONCE)),--once)
@@ -20,6 +20,10 @@ test:  ## every test that needs no GPU and is not marked long
 test-long:  ## the tests marked long; they fetch the source archive from the package index
 	@$(ENV) cpu
 	.venv/bin/python -m pytest -m "long and $(NOT_HERE)" --durations=10
+
+search-pipeline:  ## random schedules over pipeline stages against one process, and a receipt (SEARCH=--help)
+	@$(ENV) cpu
+	.venv/bin/python -m tests.e2e.pipeline_search $(SEARCH)
 
 test-gpu:  ## every test that needs a card, by the PYTHON that has the patched vLLM; a newer card runs sm_80 code
 	$(PYTHON) -m pytest tests -m "gpu and not multi_gpu"

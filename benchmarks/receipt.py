@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -17,15 +18,17 @@ _PACKAGES = ("vllm", "torch", "triton", "tilelang")
 
 
 def machine() -> dict:
-    """Card, driver, processor and Python; versions of what runs on them."""
+    """Card and driver, or the processors where there is no card, and Python; versions of what runs on them."""
+    python = {"python": platform.python_version(), "versions": {name: _version(name) for name in _PACKAGES}}
+    if not torch.cuda.is_available():
+        return {"gpu": None, "processors": os.cpu_count(), "architecture": platform.machine()} | python
     card = torch.cuda.get_device_properties(0)
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
     return {
         "gpu": card.name, "gpus": torch.cuda.device_count(), "compute_capability": f"{card.major}.{card.minor}",
         "gpu_memory_gib": round(card.total_memory / 2**30, 1), "multiprocessors": card.multi_processor_count,
-        "driver": driver[0] if driver else "unknown", "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-    }
+        "driver": driver[0] if driver else "unknown",
+    } | python
 
 
 def header(kind: str, scope: str) -> dict:

@@ -2,11 +2,14 @@
 """Script: run scenarios in an engine and record every step, then replay steps that other engines recorded.
 
     python staged_engine.py JOB.json
+    python staged_engine.py JOB.json CONNECTION
 
 JOB has `checkpoint`, `options` (engine keywords), `sampling` (keywords of SamplingParams), `scenarios` (name -> list of
 [prompt, engine step at which it arrives]; a prompt is token ids, or {"ids": ids with one place for the image, "image":
-[seed, width, height]}), `spoil` (name of a tensor -> scenario that runs once more with it spoiled), `replays` (files that this
-script wrote, of which it executes the last scenario) and `output`. The pickled result has
+[seed, width, height]}), `spoil` (name of a tensor -> scenario that runs once more with it spoiled), `replays` (files
+that this script wrote, of which it executes the last scenario) and `output`. With CONNECTION, the descriptor of one end
+of a `multiprocessing.Pipe`, only the first three count: the engine says what its stages are, then answers calls of
+methods of `Recorded` until the other end is closed. The pickled result has
     groups: the layers of every cache group, sorted;
     stages: a dict of `StageRecorder.record_stage` for every worker;
     scenarios, spoiled, replayed: runs, by scenario, by tensor, and by file.
@@ -14,34 +17,39 @@ script wrote, of which it executes the last scenario) and `output`. The pickled 
 A run is a dict:
     answers: generated tokens of each request, in the order of the scenario; not in a replay;
     scheduled: pickled scheduler outputs, in the order of execution;
-    steps: of each of them that had tokens: requests, sampled tokens, and their log-probabilities
-        (token ids and values, each an array [sampled tokens, those asked for + 1]) or None where nothing is sampled;
+    steps: of each of them that had tokens: requests, sampled tokens, and arrays of log-probabilities: token ids and
+        values [sampled tokens, those asked for + 1] where something is sampled, then the same of rows of each prompt;
+    preempted, cached: how often a request was preempted, and prompt tokens that the prefix cache served;
     workers: `StageRecorder.take_stage` of every worker.
 
 A replay executes the recorded scheduler outputs one after the other, with no scheduler of its own: the same rows in
-the same batches, whatever the engine that scheduled them did at the same time.
+the same batches, whatever the engine that scheduled them did at the same time. It ends at the first step that differs.
 """
 
 import json
 import os
 import pickle
 import sys
+from functools import partial
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import numpy as np
+from stage_differences import in_step
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def fresh() -> dict:
     """A run of which nothing is known yet."""
-    return {"scheduled": [], "steps": []}
+    return {"scheduled": [], "steps": [], "preempted": 0, "cached": 0}
 
 
 def given(prompt) -> dict:
     """A prompt of a job as vLLM takes it; images are noise."""
     if isinstance(prompt, list):
         return {"prompt_token_ids": prompt}
-    import numpy as np
     from PIL import Image
 
     seed, width, height = prompt["image"]
@@ -56,18 +64,21 @@ class Recorded:
         from vllm import LLM, SamplingParams
 
         self.llm = LLM(model=checkpoint, worker_extension_cls="stage_recorder.StageRecorder", **options)
-        self.sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
+        common = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        self.sampling = partial(SamplingParams, **common | sampling)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.stages = self.llm.collective_rpc("record_stage")
         groups = zip(*(stage["groups"] for stage in self.stages), strict=True)
         self.groups = [sorted({*chain(*parts)}) for parts in groups]
-        self.run = fresh()
+        self.run, self.withheld = fresh(), []
         executor, scheduler = self.core.model_executor, self.core.scheduler
         execute, update = executor.execute_model, scheduler.update_from_output
 
         def execute_model(scheduled, **kwargs):
             self.run["scheduled"].append(pickle.dumps(scheduled))
+            self.run["preempted"] += len(scheduled.preempted_req_ids or ())
+            self.run["cached"] += sum(request.num_computed_tokens for request in scheduled.scheduled_new_reqs)
             return execute(scheduled, **kwargs)
 
         def update_from_output(scheduled, output):
@@ -78,8 +89,10 @@ class Recorded:
 
     def _note(self, scheduled, output) -> None:
         if scheduled.total_num_scheduled_tokens:
-            tokens, shown = [list(sampled) for sampled in output.sampled_token_ids], output.logprobs
-            self.run["steps"].append((output.req_ids, tokens, shown and (shown.logprob_token_ids, shown.logprobs)))
+            tokens = [list(sampled) for sampled in output.sampled_token_ids]
+            shown = [part for part in (output.logprobs, *output.prompt_logprobs_dict.values()) if part is not None]
+            arrays = [np.asarray(array) for part in shown for array in (part.logprob_token_ids, part.logprobs)]
+            self.run["steps"].append((output.req_ids, tokens, arrays))
 
     def _taken(self) -> dict:
         taken, self.run = self.run, fresh()
@@ -87,23 +100,27 @@ class Recorded:
         return taken
 
     def scenario(self, requests: list) -> dict:
-        """Run requests, each a prompt and the engine step at which it arrives."""
+        """Run requests: of each the prompt, the engine step at which it arrives, and perhaps {"sampling": keywords of
+        its own, "abort": the step at which it is aborted if it still runs}."""
         answers, step = {}, 0
         # Beyond the last answer too: until every batch came back and the workers dropped the requests.
-        while self.core.scheduler.has_requests() or self.core.batch_queue or step <= max(at for _, at in requests):
-            for number, (prompt, at) in enumerate(requests):
+        while self.core.scheduler.has_requests() or self.core.batch_queue or step <= max(at for _, at, *_ in requests):
+            for number, (prompt, at, *own) in enumerate(requests):
+                own = own[0] if own else {}
                 if at == step:
-                    self.engine.add_request(str(number), given(prompt), self.sampling)
+                    self.engine.add_request(str(number), given(prompt), self.sampling(**own.get("sampling", {})))
+                if own.get("abort") == step:
+                    self.engine.abort_request([str(number)])
             for output in self.engine.step():
                 answers[int(output.request_id)] = list(output.outputs[0].token_ids)
             step += 1
         run = self._taken()
-        run["answers"] = [answers[number] for number in range(len(requests))]
+        run["answers"] = [answers.get(number) for number in range(len(requests))]
         return run
 
     def replay(self, recorded: dict) -> dict:
-        """Execute recorded scheduler outputs."""
-        executor, known = self.core.model_executor, set()
+        """Execute recorded scheduler outputs, up to the first step in which tokens or log-probabilities differ."""
+        executor, known, steps = self.core.model_executor, set(), self.run["steps"]
         for packed in recorded["scheduled"]:
             scheduled = pickle.loads(packed)
             known |= set(scheduled.num_scheduled_tokens)
@@ -112,20 +129,46 @@ class Recorded:
             if output is None:
                 output = executor.sample_tokens(None)
             self._note(scheduled, output)
+            if steps and in_step(steps[-1], recorded["steps"][len(steps) - 1]):
+                break
         ending = self.core.scheduler.schedule()
         ending.finished_req_ids = known
         executor.execute_model(ending)
         return self._taken()
 
+    def forget(self, withheld: int = 0) -> None:
+        """Empty the prefix cache; from now on so many blocks of the pool cannot be had."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        pool.free_blocks(self.withheld)
+        assert self.llm.reset_prefix_cache(), "a request still holds blocks"
+        self.withheld = pool.get_new_blocks(withheld)
 
-def main(job: dict) -> None:
+    def spoil(self, name: str | None) -> None:
+        """`StageRecorder.spoil_stage` in every worker."""
+        self.llm.collective_rpc("spoil_stage", args=(name,))
+
+
+def serve(engine: Recorded, calls: Connection) -> None:
+    """Answer calls, each (method of `Recorded`, arguments), until the other end is closed."""
+    calls.send(engine.stages)
+    while True:
+        try:
+            method, arguments = calls.recv()
+        except EOFError:
+            return
+        calls.send(getattr(engine, method)(*arguments))
+
+
+def main(job: dict, *descriptor: str) -> None:
     engine = Recorded(job["checkpoint"], job["options"], job["sampling"])
+    if descriptor:
+        return serve(engine, Connection(int(descriptor[0])))
     result = {"groups": engine.groups, "stages": engine.stages, "spoiled": {}, "replayed": {}}
     result["scenarios"] = {name: engine.scenario(requests) for name, requests in job["scenarios"].items()}
     for name, scenario in job["spoil"].items():
-        engine.llm.collective_rpc("spoil_stage", args=(name,))
+        engine.spoil(name)
         result["spoiled"][name] = engine.scenario(job["scenarios"][scenario])
-    engine.llm.collective_rpc("spoil_stage", args=(None,))
+    engine.spoil(None)
     for file in job["replays"]:
         with open(file, "rb") as source:
             recorded = pickle.load(source)
@@ -136,4 +179,4 @@ def main(job: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    main(json.loads(Path(sys.argv[1]).read_text()), *sys.argv[2:])
