@@ -17,10 +17,11 @@ _COPIED, _BLOCKS = 64, 256
 _NONE = tl.constexpr(BELOW_ALL)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["entries", "stride_candidates_row"])
 def _largest_kernel(
-    scores_ptr, columns_ptr, out_ptr, stride_scores_row, stride_columns_row, stride_out_row, entries,
-    K: tl.constexpr, LISTED: tl.constexpr, CHUNK: tl.constexpr,
+    scores_ptr, columns_ptr, candidates_ptr, out_ptr,
+    stride_scores_row, stride_columns_row, stride_candidates_row, stride_out_row, entries,
+    K: tl.constexpr, LISTED: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, CHUNK)
@@ -43,6 +44,9 @@ def _largest_kernel(
     room = K - tl.sum(above.to(tl.int32), 0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    if SIZE:
+        block = tl.load(candidates_ptr + row * stride_candidates_row + column // SIZE, kept, other=0)
+        column = block * SIZE + column % SIZE
     out_ptr += row * stride_out_row + chunk * K
     tl.store(out_ptr + place, column, kept)
     count = tl.sum(kept.to(tl.int32), 0)
@@ -54,7 +58,9 @@ def chunk_entries(k: int) -> int:
     return max(_CHUNK, triton.next_power_of_2(2 * k))
 
 
-def select_topk_triton(scores: torch.Tensor, k: int) -> torch.Tensor:
+def select_topk_triton(
+    scores: torch.Tensor, k: int, candidates: torch.Tensor | None = None, block_size: int = 1
+) -> torch.Tensor:
     """See `select_topk`."""
     rows, entries = scores.shape
     chunk = chunk_entries(k)
@@ -62,11 +68,15 @@ def select_topk_triton(scores: torch.Tensor, k: int) -> torch.Tensor:
     while columns is None or columns.shape[1] > k:
         chunks = max(1, triton.cdiv(entries, chunk))
         out = torch.empty(rows, chunks * k, dtype=torch.int32, device=scores.device)
+        # The last round writes rows; the rounds before it, columns of the scores.
+        named = candidates if chunks == 1 else None
         if rows:
             _largest_kernel[(rows, chunks)](
-                scores, scores if columns is None else columns, out,
-                scores.stride(0), 0 if columns is None else columns.stride(0), out.stride(0), entries,
-                K=k, LISTED=columns is not None, CHUNK=chunk, num_warps=min(32, chunk // _LANES_PER_WARP),
+                scores, out if columns is None else columns, out if named is None else named, out,
+                scores.stride(0), 0 if columns is None else columns.stride(0), 0 if named is None else named.stride(0),
+                out.stride(0), entries,
+                K=k, LISTED=columns is not None, SIZE=0 if named is None else block_size, CHUNK=chunk,
+                num_warps=min(32, chunk // _LANES_PER_WARP),
             )
         columns, entries = out, out.shape[1]
     return columns
@@ -139,13 +149,14 @@ COMPILES = (
         Launch(
             _largest_kernel,
             _SCORES | {
-                "columns_ptr": "*i32:16", "out_ptr": "*i32:16", "stride_columns_row": "i32:16",
-                "stride_out_row": "i32:16", "entries": "i32",
+                "columns_ptr": "*i32:16", "candidates_ptr": "*i32:16", "out_ptr": "*i32:16",
+                "stride_columns_row": "i32:16", "stride_candidates_row": "i32", "stride_out_row": "i32:16",
+                "entries": "i32",
             },
-            {"K": k, "LISTED": listed, "CHUNK": _CHUNK},
+            {"K": k, "LISTED": listed, "SIZE": size, "CHUNK": _CHUNK},
             num_warps=_CHUNK // _LANES_PER_WARP,
         )
-        for k in (512, 2048)
+        for k, size in ((512, 0), (512, 8), (2048, 0))
         for listed in (False, True)
     ),
     Launch(

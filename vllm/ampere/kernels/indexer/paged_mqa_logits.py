@@ -18,7 +18,7 @@ from ..contracts import Arg
 from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import paged_mqa_logits_ref
-from .score_tile import head_block, load_queries, load_weights, score_tile
+from .score_tile import head_block, load_queries, load_weights, score_paged_keys
 
 _KEYS, _WARPS, _STAGES = 64, 4, 2
 # Programs that the launcher aims at: some for each processor, whatever `width` is. Each walks over key tiles.
@@ -38,23 +38,14 @@ def _paged_mqa_logits_kernel(
     step = tl.num_programs(1) * KEYS
     start = tl.program_id(1) * KEYS
     visible = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), width)
-    request = tl.load(request_ptr + row).to(tl.int64)
+    table_ptr += tl.load(request_ptr + row).to(tl.int64) * stride_table_row
     q = load_queries(q_ptr, row, N, HEADS)
     weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
     out_ptr += row * stride_out_row
     for base in range(start, visible, step):
         key = base + tl.arange(0, KEYS)
-        seen = key < visible
-        page = tl.load(table_ptr + request * stride_table_row + key // P, seen, other=0).to(tl.int64)
-        page_ptr = cache_ptr + page * stride_cache_page
-        code_ptr = page_ptr + key % P * 128
-        codes = tl.load(code_ptr[:, None] + tl.arange(0, 128)[None, :], seen[:, None], other=0)
-        # Byte by byte, since a page may start at any byte.
-        scale_ptr = page_ptr + P * 128 + key % P * 4
-        byte = tl.arange(0, 4)
-        scale = tl.load(scale_ptr[:, None] + byte[None, :], seen[:, None], other=0).to(tl.int32) << (8 * byte)[None, :]
-        score = score_tile(q, weights, codes, tl.sum(scale, 1).to(tl.float32, bitcast=True))
-        tl.store(out_ptr + key, tl.where(seen, score, float("-inf")), key < width)
+        score = score_paged_keys(q, weights, cache_ptr, stride_cache_page, table_ptr, key, key < visible, P)
+        tl.store(out_ptr + key, score, key < width)
     unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
     for base in range(unseen, width, step):
         key = base + tl.arange(0, KEYS)
