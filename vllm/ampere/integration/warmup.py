@@ -92,8 +92,8 @@ def _index_calls(indexer) -> list[Call]:
         width = 2 * size * chunk_entries(blocks)
         return [*found, _call("candidate_blocks", T=1, S=width, C=blocks, block_size=size)]
     found.append(_call("candidate_mqa_logits", **scores, L=1, block_size=size))
-    for columns in sorted({1, min(blocks, chunk // size + 1)}):  # of a short list, and of a full one
-        found.append(_call("select_topk", T=1, S=columns * size, C=columns, K=selected, block_size=size))
+    for listed in (_COLUMNS, chunk):  # in one round, and in two
+        found.append(_call("select_topk", T=1, S=listed * size, C=listed, K=selected, block_size=size))
     return found
 
 

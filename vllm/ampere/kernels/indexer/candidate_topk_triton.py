@@ -44,13 +44,17 @@ def _largest_kernel(
     room = K - tl.sum(above.to(tl.int32), 0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    if SIZE:
-        block = tl.load(candidates_ptr + row * stride_candidates_row + column // SIZE, kept, other=0)
-        column = block * SIZE + column % SIZE
     out_ptr += row * stride_out_row + chunk * K
     tl.store(out_ptr + place, column, kept)
     count = tl.sum(kept.to(tl.int32), 0)
     tl.store(out_ptr + lane, tl.full([CHUNK], -1, tl.int32), (lane >= count) & (lane < K))
+    if SIZE:
+        # From columns to rows once they are packed: K of them take a thread fewer registers than a chunk.
+        tl.debug_barrier()
+        chosen = tl.arange(0, triton.next_power_of_2(K))
+        column = tl.load(out_ptr + chosen, chosen < count, other=0)
+        block = tl.load(candidates_ptr + row * stride_candidates_row + column // SIZE, chosen < count, other=0)
+        tl.store(out_ptr + chosen, block * SIZE + column % SIZE, chosen < count)
 
 
 def chunk_entries(k: int) -> int:
