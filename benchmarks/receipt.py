@@ -17,15 +17,19 @@ _PACKAGES = ("vllm", "torch", "triton", "tilelang")
 
 
 def machine() -> dict:
-    """Card, driver, processor and Python; versions of what runs on them."""
+    """Card, driver and Python, and versions of what runs on them; without a card, "none"."""
+    found = {
+        "gpu": "none", "python": platform.python_version(), "versions": {name: _version(name) for name in _PACKAGES},
+    }  # fmt: skip
+    if not torch.cuda.is_available():
+        return found
     card = torch.cuda.get_device_properties(0)
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
-    return {
+    return found | {
         "gpu": card.name, "gpus": torch.cuda.device_count(), "compute_capability": f"{card.major}.{card.minor}",
         "gpu_memory_gib": round(card.total_memory / 2**30, 1), "multiprocessors": card.multi_processor_count,
-        "driver": driver[0] if driver else "unknown", "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-    }
+        "driver": driver[0] if driver else "unknown",
+    }  # fmt: skip
 
 
 def header(kind: str, scope: str) -> dict:
