@@ -4,10 +4,11 @@
     python benchmarks/bench_serve.py --case NAME --server OURS=URL [--server RIVAL=URL] [--rounds N]
         [--output RECEIPT --scope TEXT] [-- arguments of `vllm bench serve`]
 
-In a round every server gets the same requests, one server at a time, and who begins changes with the round; no two
-rounds share a prompt. The first round warms up and is not counted. `vllm bench serve` sends the requests; the receipt
-keeps when each piece of each stream arrived (one token, or those that one step accepted) and by how much the server's
-own counters rose. One request that fails ends the run without a figure.
+In a round every server gets the same requests, one server at a time, and who begins changes with the round; each
+round draws its prompts with a seed of its own. The first round warms up and is not counted. `vllm bench serve` sends the
+requests; the receipt keeps when each piece of each stream arrived (one token, or those that one step accepted) and by
+how much the server's own counters rose. Acceptance of drafts is told for text, not for drawn tokens. One request that
+fails ends the run without a figure.
 """
 
 import argparse
@@ -32,6 +33,8 @@ MEASURES = {
     "ttft": ("ms", False), "step": ("ms", False), "tpot": ("ms/token", False), "rate": ("tokens/s", True),
 }  # fmt: skip
 DEFAULTS = {"dataset_name": "random", "temperature": 0.0, "disable_tqdm": True}
+# Datasets whose prompts are drawn tokens: drafts of such text say nothing about acceptance.
+DRAWN = ("random", "random-mm", "prefix_repetition", "timed_trace")
 # What the rounds need to decide themselves.
 RESERVED = (
     "--base-url", "--host", "--port", "--seed", "--label", "--save-result", "--save-detailed", "--append-result",
@@ -126,11 +129,12 @@ def risen(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     return {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name, 0.0)}
 
 
-def figures(case: str, rounds: dict[str, list[Round]]) -> list[dict]:
+def figures(case: str, dataset: str, rounds: dict[str, list[Round]]) -> list[dict]:
     """The figures of a run.
 
     Args:
         case: middle part of their ids.
+        dataset: where the prompts came from; of one in `DRAWN` no acceptance is told.
         rounds: server to its rounds, ours first. `<measure>-vs-<rival>` is the median over the rounds of the ratio
             within a round; above 1, ours is ahead.
     """
@@ -150,7 +154,7 @@ def figures(case: str, rounds: dict[str, list[Round]]) -> list[dict]:
             add(f"{name}-step-spread", (max(steps) - min(steps)) / statistics.median(steps), "fraction")
         total = {counter: sum(each.counters.get(counter, 0.0) for each in rounds[name])
                  for counter in (_DRAFTS, _DRAFTED, _ACCEPTED)}  # fmt: skip
-        if total[_DRAFTS]:
+        if total[_DRAFTS] and dataset not in DRAWN:
             add(f"{name}-acceptance", total[_ACCEPTED] / total[_DRAFTED], "fraction")
             add(f"{name}-tokens-per-step", 1 + total[_ACCEPTED] / total[_DRAFTS], "tokens")
     ours, *rivals = measured
@@ -325,15 +329,16 @@ def measure(words: list[str]) -> None:
     arguments, rest = parse(words)
     servers = dict(arguments.server)
     versions = {name: fetch(name, url, "/version") for name, url in servers.items()}
-    rounds = run(servers, parse_requests(rest), arguments.rounds, arguments.seed)
-    found = figures(arguments.case, rounds)
+    requests = parse_requests(rest)
+    rounds = run(servers, requests, arguments.rounds, arguments.seed)
+    found = figures(arguments.case, requests.dataset_name, rounds)
     for figure in found:
         print(f"{figure['value']:>12.6g}  {figure['unit']:<9} {figure['id']}")
     for figure in found:
         if figure["id"].endswith("-step-spread") and figure["value"] > REPEATABLE:
             print(f"warning: {figure['id']}: rounds differ by {figure['value']:.1%}", file=sys.stderr)
     if arguments.output:
-        kept = samples(rounds) | {"versions": versions}
+        kept = samples(rounds) | {"versions": versions, "dataset": requests.dataset_name}
         receipt.write(arguments.output, "serve", arguments.scope, agreement(rounds), found, kept)
 
 

@@ -87,7 +87,7 @@ def taken(step_s, tokens=4, count=1, **rose):
 def test_ratios_are_within_rounds_and_above_one_where_ours_is_ahead():
     """Ours takes 1, 2 and 4 ms in rounds where the rival takes 2, 3 and 12: 2, 1.5 and 3 times as long."""
     ours, rival = ([taken(ms / 1e3) for ms in times] for times in ((1, 2, 4), (2, 3, 12)))
-    found = {f["id"].removeprefix("serve/c/"): f for f in figures("c", {"ours": ours, "rival": rival})}
+    found = {f["id"].removeprefix("serve/c/"): f for f in figures("c", "sharegpt", {"ours": ours, "rival": rival})}
     for measure in ("ttft", "step", "tpot", "rate"):
         ratio = found[f"{measure}-vs-rival"]
         assert (ratio["value"], ratio["low"], ratio["high"], ratio["unit"]) == (2.0, 1.5, 3.0, "x"), measure
@@ -97,12 +97,14 @@ def test_ratios_are_within_rounds_and_above_one_where_ours_is_ahead():
     assert not [name for name in found if "acceptance" in name]
 
 
-def test_acceptance_is_that_of_all_rounds():
+def test_acceptance_is_that_of_all_rounds_and_of_no_drawn_tokens():
     rounds = [taken(0.1, drafts=10, draft_tokens=50, accepted_tokens=20),
               taken(0.1, drafts=30, draft_tokens=150, accepted_tokens=100)]  # fmt: skip
-    found = {f["id"]: f["value"] for f in figures("c", {"ours": rounds})}
+    found = {f["id"]: f["value"] for f in figures("c", "sharegpt", {"ours": rounds})}
     assert found["serve/c/ours-acceptance"] == 0.6 and found["serve/c/ours-tokens-per-step"] == 4.0
     assert not [name for name in found if "-vs-" in name]
+    for dataset in bench_serve.DRAWN:
+        assert not [f for f in figures("c", dataset, {"ours": rounds}) if "accept" in f["id"] or "per-step" in f["id"]]
 
 
 def test_servers_alternate_and_the_warm_up_is_not_counted(monkeypatch):
@@ -186,6 +188,7 @@ def test_rounds_against_the_front_end(server, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     content = json.loads(path.read_text())
     assert content["kind"] == "serve" and content["scope"] == "no model" and "version" in content["samples"]["versions"]["a"]
+    assert content["samples"]["dataset"] == "random"
     assert content["correctness"] == "12 requests, none failed; 6 of 6 answers are equal on both servers"
     values = {f["id"].removeprefix("serve/scripted/"): f["value"] for f in content["figures"]}
     assert all(value > 0 for name, value in values.items() if not name.endswith("spread"))
