@@ -103,4 +103,4 @@ def test_long_contexts_select_inside_candidates_as_from_masked_scores(width):
     row = (listed.long()[:, :, None] * 8 + torch.arange(8, device="cuda")).flatten(1)
     assert torch.equal(inside, whole.gather(1, row.clamp_min(0)).masked_fill(row < 0, -torch.inf))
     want = triton_of(SELECT_TOPK)(triton_of(MASK_TO_CANDIDATES)(scores, listed, 8), 512)
-    assert torch.equal(triton_of(SELECT_TOPK)(inside, 512, listed, 8), want)
+    assert torch.equal(triton_of(SELECT_TOPK)(inside, 512, there["visible"], listed, 8), want)

@@ -6,6 +6,7 @@ import torch
 
 from vllm.ampere.kernels.indexer import (
     candidate_mqa_logits,
+    candidate_topk_triton,
     key_norm_rope_store,
     mqa_logits,
     paged_mqa_logits,
@@ -161,7 +162,7 @@ def test_listed_rows_of_several_requests_are_selected_as_from_masked_scores(devi
     assert_same_bits({"scores": inside}, {"scores": picked})
     for k in (5, 64):
         want = triton_of(SELECT_TOPK)(triton_of(MASK_TO_CANDIDATES)(scores, given["candidates"], 8), k)
-        assert torch.equal(triton_of(SELECT_TOPK)(inside, k, given["candidates"], 8), want)
+        assert torch.equal(triton_of(SELECT_TOPK)(inside, k, given["visible"], given["candidates"], 8), want)
 
 
 def test_padded_rows_list_nothing(device):
@@ -270,6 +271,32 @@ def test_topk_in_several_rounds(device):
     assert torch.equal(triton_of(SELECT_TOPK)(wide.to(device)[:, 5:-8], 600).cpu(), want)
 
 
+@pytest.mark.parametrize("programs", [1, 1024])
+def test_topk_of_rows_that_see_a_part(device, monkeypatch, programs):
+    """Nothing, one column, to a chunk's end, past it and all of three chunks; what is not seen is infinite."""
+    monkeypatch.setattr(candidate_topk_triton, "_PROGRAMS", programs)
+    generator = torch.Generator().manual_seed(14)
+    width = 8192 * 2 + 77
+    visible = torch.tensor([0, -5, 1, 40, 8192, 8193, 16_000, width], dtype=torch.int32)
+    scores = torch.randint(0, 300, (len(visible), width), generator=generator).float()
+    want = SELECT_TOPK.reference(scores, 50, visible)
+    scores[torch.arange(width) >= visible[:, None]] = INF
+    assert torch.equal(triton_of(SELECT_TOPK)(scores.to(device), 50, visible.to(device)).cpu(), want)
+    assert [int((row >= 0).sum()) for row in want] == [0, 0, 1, 40, 50, 50, 50, 50]
+    blocks = CANDIDATE_BLOCKS.reference(scores, visible, 30, 8)
+    assert torch.equal(triton_of(CANDIDATE_BLOCKS)(scores.to(device), visible.to(device), 30, 8).cpu(), blocks)
+
+
+def test_scores_without_fill_have_the_same_bits_where_they_are_seen(device):
+    op = paged_mqa_logits.OP
+    given = moved(sized(op, 15, T=5, N=8, R=2, P=32, S=150), device)
+    whole = triton_of(op)(**given)
+    part = triton_of(op)(**given | {"fill": False})
+    seen = torch.arange(whole.shape[1], device=device) < given["visible"][:, None]
+    assert seen.any() and not seen.all()
+    assert torch.equal(part[seen], whole[seen]) and (whole[~seen] == -INF).all()
+
+
 @pytest.mark.parametrize("blocks", [60, 1100])
 def test_topk_of_listed_blocks(device, blocks):
     """In one round and in two; ties cross blocks, and the lower row wins."""
@@ -278,8 +305,8 @@ def test_topk_of_listed_blocks(device, blocks):
     scores = torch.randint(0, 40, (2, blocks * 8), generator=generator).float()
     scores[listed.repeat_interleave(8, 1) < 0] = -INF
     scores[0, 17] = NAN
-    want = SELECT_TOPK.reference(scores, 300, listed, 8)
-    got = triton_of(SELECT_TOPK)(scores.to(device), 300, listed.to(device), 8).cpu()
+    want = SELECT_TOPK.reference(scores, 300, None, listed, 8)
+    got = triton_of(SELECT_TOPK)(scores.to(device), 300, None, listed.to(device), 8).cpu()
     assert torch.equal(got, want) and got.max() > blocks * 8
 
 

@@ -81,7 +81,7 @@ def test_selection_inside_a_list_is_that_of_the_masked_scores(blocks):
     assert (given["candidates"] >= 0).any()
     for k in (1, 17, 64, 900):
         want = select_topk(mask_to_candidates(scores, given["candidates"], 8), k)
-        got = select_topk(candidate_mqa_logits(**given), k, given["candidates"], 8)
+        got = select_topk(candidate_mqa_logits(**given), k, given["visible"], given["candidates"], 8)
         assert torch.equal(got, want)
     assert scores[5, : int(given["visible"][5])].eq(0).sum() > 1 or int(given["visible"][5]) < 2
 

@@ -57,17 +57,18 @@ class AmpereSparseAttnIndexer(SparseAttnIndexer):
         return self.topk_indices_buffer
 
     def _select_rows(self, part, tokens, width) -> None:
-        scores = paged_mqa_logits(*tokens, width)
+        visible = tokens[-1]
+        scores = paged_mqa_logits(*tokens, width, fill=False)
         if self.candidate_blocks is not None:
             self.candidate_blocks[part] = candidate_blocks(
-                scores, tokens[-1], self.candidate_blocks.shape[1], self.candidate_block_size
+                scores, visible, self.candidate_blocks.shape[1], self.candidate_block_size
             )
-        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1])
+        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1], visible)
 
     def _select_listed_rows(self, part, tokens, listed) -> None:
         size = self.candidate_block_size
         scores = candidate_mqa_logits(*tokens, listed, size)
-        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1], listed, size)
+        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1], tokens[-1], listed, size)
 
 
 def store_keys(indexer, latents, positions, rotary_emb) -> None:

@@ -83,8 +83,8 @@ def _index_calls(indexer) -> list[Call]:
         found.append(key_call(indexer))
     scores = {"T": 1, "N": heads, "R": 1, "P": page, "S": page}
     if selection.candidate_blocks is None or selection.candidate_write:
-        found.append(_call("paged_mqa_logits", **scores))
-        found.append(_call("select_topk", T=1, S=2 * chunk, K=selected))  # two chunks: both kinds of round
+        found.append(_call("paged_mqa_logits", **scores, fill=0))
+        found.append(_call("select_topk", T=1, S=2 * chunk, K=selected, bounded=1))  # two chunks: both kinds of round
     if selection.candidate_blocks is None:
         return found
     blocks, size = selection.candidate_blocks.shape[1], selection.candidate_block_size
@@ -93,7 +93,7 @@ def _index_calls(indexer) -> list[Call]:
         return [*found, _call("candidate_blocks", T=1, S=width, C=blocks, block_size=size)]
     found.append(_call("candidate_mqa_logits", **scores, L=1, block_size=size))
     for listed in (_COLUMNS, chunk):  # in one round, and in two
-        found.append(_call("select_topk", T=1, S=listed * size, C=listed, K=selected, block_size=size))
+        found.append(_call("select_topk", T=1, S=listed * size, C=listed, K=selected, bounded=1, block_size=size))
     return found
 
 

@@ -141,7 +141,7 @@ def candidate_mqa_logits(
 def _inputs(sizes, generator, device):
     """Every token sees half of the keys at least, and lists a block at least."""
     given = paged_mqa_logits.OP.cases[0].make(sizes, generator, device)
-    del given["width"]
+    del given["width"], given["fill"]
     given["visible"] = integers(generator, sizes["S"] // 2, sizes["S"] + 1, sizes["T"], dtype=torch.int32, device=device)
     counts = integers(generator, 1, sizes["L"] + 1, sizes["T"])
     listed = ascending_lists(generator, counts, -(-sizes["S"] // sizes["block_size"]), sizes["L"]).to(device)

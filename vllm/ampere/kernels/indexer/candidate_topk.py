@@ -74,6 +74,7 @@ def mask_to_candidates(
 def select_topk(
     scores: torch.Tensor,
     k: int,
+    visible: torch.Tensor | None = None,
     candidates: torch.Tensor | None = None,
     block_size: int = 1,
     *,
@@ -86,9 +87,11 @@ def select_topk(
     Args:
         scores: float32 [T, S]; NaN counts as -inf.
         k: rows to choose, at least 1; 512 in the released model.
+        visible: int32 [T], rows the token sees; 0 or less: none. Without candidates the columns from it on are not
+            read, with them those behind the first ceil(visible / block_size) blocks. None: every column is.
         candidates: None: column j is row j. Else int32 [T, C], block numbers ascending, then -1: column j is row
             candidates[j // block_size] * block_size + j % block_size, as `candidate_mqa_logits` packs them, and
-            S is C * block_size; the columns of a -1 are at -inf.
+            S is C * block_size; columns of a -1, and of rows that the token does not see, are at -inf.
         block_size: rows a block, at least 1.
         implementation: one asked for by name; default is the best for the device.
 
@@ -101,11 +104,11 @@ def select_topk(
     Raises: ContractError on a wrong dtype, shape, stride or device, a count below 1, or another S than C * block_size.
     Source: model_spec section 5; replaces `top_k_per_row_prefill` and `persistent_topk`.
     """
-    axes = SELECT_TOPK.check(scores=scores, candidates=candidates)
+    axes = SELECT_TOPK.check(scores=scores, visible=visible, candidates=candidates)
     _check_positive("select_topk", k=k, block_size=block_size)
     if candidates is not None and axes["S"] != axes["C"] * block_size:
         raise ContractError(f"select_topk: scores has {axes['S']} columns, must be {axes['C']} x {block_size}")
-    return SELECT_TOPK.choose(scores.device, implementation)(scores, k, candidates, block_size)
+    return SELECT_TOPK.choose(scores.device, implementation)(scores, k, visible, candidates, block_size)
 
 
 def _check_positive(op, **counts):
@@ -135,12 +138,18 @@ def _mask_inputs(sizes, generator, device):
 
 def _topk_inputs(sizes, generator, device):
     given = {"scores": _scores(sizes, generator, device), "k": sizes["K"]}
-    if "block_size" not in sizes:
+    if not sizes.get("bounded"):
         return given
-    counts = integers(generator, 0, sizes["C"] + 1, sizes["T"])
-    listed = ascending_lists(generator, counts, 2 * sizes["C"], sizes["C"]).to(device)
-    given["scores"][listed.repeat_interleave(sizes["block_size"], 1) < 0] = -torch.inf
-    return given | {"candidates": listed, "block_size": sizes["block_size"]}
+    size = sizes.get("block_size", 1)
+    given["visible"] = integers(generator, 0, 2 * sizes["S"], sizes["T"], dtype=torch.int32, device=device)
+    if size == 1:
+        return given | {"visible": given["visible"] // 2}
+    blocks = sizes["C"]
+    counts = integers(generator, 0, blocks + 1, sizes["T"])
+    listed = ascending_lists(generator, counts, 2 * blocks, blocks).to(device)
+    row = (listed.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(1)
+    given["scores"][(row < 0) | (row >= given["visible"][:, None])] = -torch.inf
+    return given | {"candidates": listed, "block_size": size}
 
 
 _SIZES = (
@@ -149,7 +158,7 @@ _SIZES = (
     {"T": 33, "S": 1027, "C": 16, "K": 64},
     {"T": 5, "S": 300, "C": 2048, "K": 512},
 )
-_PACKED = {"T": 9, "S": 320, "C": 40, "K": 64, "block_size": 8}
+_BOUNDED = {"T": 9, "S": 320, "C": 40, "K": 64, "bounded": True}
 _AXES = {"T": "query tokens", "S": "compressed rows", "C": "listed blocks", "K": "selected rows"}
 _SCORES = Arg("scores", "T S", (torch.float32,))
 
@@ -194,12 +203,18 @@ SELECT_TOPK = Op(
     name="select_topk",
     summary="Choose the k best compressed rows of each token.",
     axes=_AXES,
-    inputs=(_SCORES, Arg("candidates", "T C", (torch.int32,), optional=True)),
+    inputs=(
+        _SCORES, Arg("visible", "T", (torch.int32,), optional=True), Arg("candidates", "T C", (torch.int32,), optional=True),
+    ),
     outputs=(Arg("rows", "T K", (torch.int32,)),),
     reference=select_topk_ref,
     implementations=(Implementation("triton", select_topk_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"rows": EXACT},
-    cases=(*_cases(_topk_inputs), Case("t9_c40_b8_k64", _PACKED, _topk_inputs)),
+    cases=(
+        *_cases(_topk_inputs),
+        Case("t9_s320_k64_bounded", _BOUNDED, _topk_inputs),
+        Case("t9_c40_b8_k64", _BOUNDED | {"block_size": 8}, _topk_inputs),
+    ),
     bytes_moved=lambda s: s["T"] * (s["S"] + s["K"] + s["C"] * ("block_size" in s)) * 4,
     flops=lambda s: s["T"] * s["S"],
     replaces="vllm._custom_ops.top_k_per_row_prefill",

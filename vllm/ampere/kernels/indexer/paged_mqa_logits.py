@@ -5,9 +5,9 @@ The same sum as `mqa_logits`, with the keys of a request found through its page 
 a request read once for all of its query tokens (a draft block has several). Upstream calls DeepGEMM,
 which has no SM80 code.
 
-A Triton program owns one query token and every n-th tile of its keys: the query stays in registers, tiles past
-`visible` are filled without a load, and the grid does not grow with the longest context. The six tokens of a draft
-block read the same keys side by side, from the cache; each decodes them anew.
+A Triton program owns one query token and every n-th tile of its keys: the query stays in registers, and neither the
+grid nor, without `fill`, the work grows with `width`, which in a captured graph is that of the longest context. The six
+tokens of a draft block read the same keys side by side, from the cache; each decodes them anew.
 """
 
 import torch
@@ -32,7 +32,7 @@ _PROGRAMS = 1024
 def _paged_mqa_logits_kernel(
     q_ptr, weights_ptr, cache_ptr, table_ptr, request_ptr, visible_ptr, out_ptr,
     stride_weights_row, stride_cache_page, stride_table_row, stride_out_row, width,
-    N: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, FILL: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(1) * KEYS
@@ -46,13 +46,14 @@ def _paged_mqa_logits_kernel(
         key = base + tl.arange(0, KEYS)
         score = score_paged_keys(q, weights, cache_ptr, stride_cache_page, table_ptr, key, key < visible, P)
         tl.store(out_ptr + key, score, key < width)
-    unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
-    for base in range(unseen, width, step):
-        key = base + tl.arange(0, KEYS)
-        tl.store(out_ptr + key, tl.full([KEYS], float("-inf"), tl.float32), key < width)
+    if FILL:
+        unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
+        for base in range(unseen, width, step):
+            key = base + tl.arange(0, KEYS)
+            tl.store(out_ptr + key, tl.full([KEYS], float("-inf"), tl.float32), key < width)
 
 
-def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width):
+def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width, fill=True):
     tokens, heads = weights.shape
     out = aligned_rows(weights, tokens, width)
     if out.numel():
@@ -60,7 +61,8 @@ def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, w
         _paged_mqa_logits_kernel[(tokens, programs)](
             q.view(torch.uint8), weights, cache, block_table, request, visible, out,
             weights.stride(0), cache.stride(0), block_table.stride(0), out.stride(0), width,
-            N=heads, P=cache.shape[1], HEADS=head_block(heads), KEYS=_KEYS, num_warps=_WARPS, num_stages=_STAGES,
+            N=heads, P=cache.shape[1], FILL=fill, HEADS=head_block(heads), KEYS=_KEYS,
+            num_warps=_WARPS, num_stages=_STAGES,
         )
     return out
 
@@ -73,11 +75,11 @@ COMPILES = tuple(
             "request_ptr": "*i32", "visible_ptr": "*i32", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
             "stride_cache_page": "i32:16", "stride_table_row": "i32", "stride_out_row": "i32:16", "width": "i32",
         },
-        {"N": heads, "P": page, "HEADS": head_block(heads), "KEYS": _KEYS},
+        {"N": heads, "P": page, "FILL": fill, "HEADS": head_block(heads), "KEYS": _KEYS},
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
-    for heads, page in ((32, 64), (32, 128), (8, 64))
+    for heads, page, fill in ((32, 64, False), (32, 64, True), (32, 128, False), (8, 64, False))
 )
 
 
@@ -89,6 +91,7 @@ def paged_mqa_logits(
     request: torch.Tensor,
     visible: torch.Tensor,
     width: int,
+    fill: bool = True,
     *,
     implementation: str | None = None,
 ) -> torch.Tensor:
@@ -105,10 +108,11 @@ def paged_mqa_logits(
         request: int32 [T]; row of the table, in [0, R) where visible > 0.
         visible: int32 [T], keys the token sees; 0 or less: none, and its table row is not read.
         width: columns of the result, keys; at least the largest `visible`.
+        fill: whether columns from `visible` on are set; if not, they may hold anything.
         implementation: one asked for by name; default is the best for the device.
 
     Returns:
-        float32 [T, width]; columns from `visible` on are -inf.
+        float32 [T, width]; columns from `visible` on are -inf, with `fill`.
 
     Numerics: products and sums in float32. A token has the same bits alone, in any batch and for any
     page size. A NaN key gives NaN in its own column only.
@@ -118,7 +122,7 @@ def paged_mqa_logits(
     Source: model_spec sections 5 and 12; replaces `fp8_fp4_paged_mqa_logits`.
     """
     OP.check(q=q, weights=weights, cache=cache, block_table=block_table, request=request, visible=visible)
-    return OP.choose(q.device, implementation)(q, weights, cache, block_table, request, visible, width)
+    return OP.choose(q.device, implementation)(q, weights, cache, block_table, request, visible, width, fill)
 
 
 def _inputs(sizes, generator, device):
@@ -136,6 +140,7 @@ def _inputs(sizes, generator, device):
         "request": integers(generator, 0, requests, tokens, dtype=torch.int32, device=device),
         "visible": integers(generator, 0, sizes["S"] + 1, tokens, dtype=torch.int32, device=device),
         "width": sizes["S"] + 5,
+        "fill": bool(sizes.get("fill", True)),
     }
 
 

@@ -76,8 +76,8 @@ def mqa_logits_ref(q, weights, keys, key_scales, starts, ends, width):
     return out
 
 
-def paged_mqa_logits_ref(q, weights, cache, block_table, request, visible, width):
-    """See `paged_mqa_logits`."""
+def paged_mqa_logits_ref(q, weights, cache, block_table, request, visible, width, fill=True):
+    """See `paged_mqa_logits`; fills in either case."""
     out = weights.new_full((q.shape[0], width), _MINUS_INF)
     _check_width("paged_mqa_logits", visible, width)
     for r in request[visible > 0].unique().tolist():
@@ -147,9 +147,13 @@ def mask_to_candidates_ref(scores, candidates, block_size):
     return scores.masked_fill(~listed[:, :count].repeat_interleave(block_size, 1)[:, :width], _MINUS_INF)
 
 
-def select_topk_ref(scores, k, candidates=None, block_size=1):
+def select_topk_ref(scores, k, visible=None, candidates=None, block_size=1):
     """See `select_topk`."""
-    chosen = _first_largest(scores.masked_fill(scores.isnan(), _MINUS_INF), k)
+    scores = scores.masked_fill(scores.isnan(), _MINUS_INF)
+    if visible is not None:
+        blocks = (visible.clamp_min(0) + block_size - 1) // block_size
+        scores = _visible(scores, visible if candidates is None else blocks * block_size)
+    chosen = _first_largest(scores, k)
     if candidates is None or not candidates.numel():
         return chosen
     block = candidates.gather(1, chosen.clamp_min(0).long() // block_size)
