@@ -5,10 +5,10 @@
         [--output RECEIPT --scope TEXT] [-- arguments of `vllm bench serve`]
 
 In a round every server gets the same requests, one server at a time, and who begins changes with the round; each
-round draws its prompts with a seed of its own. The first round warms up and is not counted. `vllm bench serve` sends the
-requests; the receipt keeps when each piece of each stream arrived (one token, or those that one step accepted) and by
-how much the server's own counters rose. Acceptance of drafts is told for text, not for drawn tokens. One request that
-fails ends the run without a figure.
+round draws its prompts with a seed of its own. The first round warms up and is not counted. `vllm bench serve` sends
+the requests; the receipt keeps when each piece of each stream arrived (one token, or those that one step accepted) and
+by how much the server's own counters rose. Acceptance of drafts is told for text, not for drawn tokens. One request
+that fails ends the run without a figure.
 """
 
 import argparse
@@ -96,8 +96,9 @@ def streams(result: dict) -> list[Stream]:
     failed = [error for error in result["errors"] if error]
     if failed or result["completed"] < len(result["ttfts"]):
         reason = failed[0].strip().splitlines()[-1] if failed else "no token came"
-        lost = len(result["ttfts"]) - result["completed"]
-        raise AmpereError(f"{lost} of {len(result['ttfts'])} requests failed: {reason}", "the server's log may say more")
+        sent = len(result["ttfts"])
+        lost = f"{sent - result['completed']} of {sent} requests failed"
+        raise AmpereError(f"{lost}: {reason}", "the server's log may say more")
     rows = zip(*(result[name] for name in ("start_times", "ttfts", "itls", "output_lens", "generated_texts")))
     return [
         Stream(start, list(itertools.accumulate([first, *gaps])), tokens, text)
@@ -307,7 +308,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=_name, required=True, help="middle part of the figures' ids")
     parser.add_argument("--server", type=_server, action="append", required=True, metavar="NAME=URL",
-                        help="ours; given twice, ours and its rival (the same server twice shows the noise)")  # fmt: skip
+                        help="ours; given twice, ours and its rival (the same one twice shows the noise)")  # fmt: skip
     parser.add_argument("--rounds", type=_count, default=5, help="rounds that count, besides the first")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each round adds one")
     parser.add_argument("--output", type=Path, help="receipt to write")

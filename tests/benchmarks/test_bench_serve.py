@@ -51,11 +51,11 @@ def test_measures_of_a_round():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"errors": ["", "Traceback\n  frame\nValueError: too long\n"], "completed": 1}, "1 of 2 requests failed: ValueError: too long"),
-    ({"completed": 1}, "1 of 2 requests failed: no token came"),
+    ({"errors": ["", "Traceback\n  frame\nValueError: too long\n"], "completed": 1}, "ValueError: too long"),
+    ({"completed": 1}, "no token came"),
 ])
 def test_a_failed_request_ends_the_run(change, message):
-    with pytest.raises(AmpereError, match=message):
+    with pytest.raises(AmpereError, match=f"^1 of 2 requests failed: {message}$"):
         streams(DETAILED | change)
 
 
@@ -125,8 +125,8 @@ SERVER = ["--case", "c", "--server", "ours=http://127.0.0.1:1/"]
 
 
 def test_arguments():
-    found, rest = parse([*SERVER, "--server", "b=https://host:2", "--", "--input-len", "5", "--", "x"])
-    assert found.server == [("ours", "http://127.0.0.1:1"), ("b", "https://host:2")] and found.rounds == 5
+    found, rest = parse([*SERVER, "--server", "b=https://localhost:2", "--", "--input-len", "5", "--", "x"])
+    assert found.server == [("ours", "http://127.0.0.1:1"), ("b", "https://localhost:2")] and found.rounds == 5
     assert rest == ["--input-len", "5", "--", "x"]
 
 
@@ -138,7 +138,7 @@ def test_arguments():
     ([*SERVER, *SERVER[2:]], "two with different names"),
     ([*SERVER, "--output", "r.json"], "--output needs --scope"),
     ([*SERVER, "--", "--num-prompts", "5", "--seed", "1"], "--seed is set by each round"),
-    ([*SERVER, "--", "--base-url=http://x"], "--base-url=http://x is set by each round"),
+    ([*SERVER, "--", "--base-url=http://localhost"], "--base-url=http://localhost is set by each round"),
     ([*SERVER, "--", "--save_detailed"], "--save_detailed is set by each round"),
 ])
 def test_a_wrong_command_line(words, message):
@@ -175,8 +175,8 @@ def server(tmp_path_factory):
 
 def scripted(server, tokens):
     """Arguments under which each request is answered with these tokens, one a step."""
-    body = {"vllm_xargs": {"ids": tokens, "eos": 0}}
-    return ("--num-prompts", "3", "--input-len", "6", "--output-len", str(len(tokens)), "--extra-body", json.dumps(body))
+    body = json.dumps({"vllm_xargs": {"ids": tokens, "eos": 0}})
+    return ("--num-prompts", "3", "--input-len", "6", "--output-len", str(len(tokens)), "--extra-body", body)
 
 
 @pytest.mark.vllm
@@ -187,8 +187,8 @@ def test_rounds_against_the_front_end(server, tmp_path):
                  str(path), "--scope", "no model", "--", *scripted(server, [100, 200, 300, 400]))  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     content = json.loads(path.read_text())
-    assert content["kind"] == "serve" and content["scope"] == "no model" and "version" in content["samples"]["versions"]["a"]
-    assert content["samples"]["dataset"] == "random"
+    assert (content["kind"], content["scope"]) == ("serve", "no model")
+    assert content["samples"]["dataset"] == "random" and "version" in content["samples"]["versions"]["a"]
     assert content["correctness"] == "12 requests, none failed; 6 of 6 answers are equal on both servers"
     values = {f["id"].removeprefix("serve/scripted/"): f["value"] for f in content["figures"]}
     assert all(value > 0 for name, value in values.items() if not name.endswith("spread"))
@@ -210,7 +210,8 @@ def test_what_vllm_does_not_know_or_cannot_do_is_one_line(monkeypatch):
     with pytest.raises(UsageError, match="^vllm bench serve: unrecognized arguments: --num-promts 3$"):
         parse_requests(["--num-promts", "3"])
     monkeypatch.setattr(bench_serve, "fetch", lambda *_: "")
-    asked = parse_requests(["--model", "none", "--skip-tokenizer-init", "--dataset-name", "custom", "--dataset-path", "no.jsonl"])
+    words = ("--model", "none", "--skip-tokenizer-init", "--dataset-name", "custom", "--dataset-path", "no.jsonl")
+    asked = parse_requests(list(words))
     with pytest.raises(AmpereError, match="^ours: .") as caught:
         bench_serve.run_round("ours", "http://127.0.0.1:9", asked, 0)
     assert "\n" not in str(caught.value)
@@ -221,8 +222,8 @@ def test_another_client_on_the_server_is_noticed(server, monkeypatch):
     """The counter rose by more tokens than the run received."""
     from vllm.benchmarks import serve
 
-    answers = iter(["vllm:generation_tokens_total 5.0\n", "vllm:generation_tokens_total 12.0\n"])
-    monkeypatch.setattr(bench_serve, "fetch", lambda *_: "# TYPE vllm:generation_tokens_total counter\n" + next(answers))
+    name, values = "vllm:generation_tokens_total", iter([5.0, 12.0])
+    monkeypatch.setattr(bench_serve, "fetch", lambda *_: f"# TYPE {name} counter\n{name} {next(values)}\n")
     monkeypatch.setattr(serve, "main", lambda _: DETAILED)
     with pytest.raises(AmpereError, match="generated 7 tokens, 6 of them in this run"):
-        bench_serve.run_round("ours", "http://x", SimpleNamespace(), 0)
+        bench_serve.run_round("ours", "http://localhost", SimpleNamespace(), 0)
