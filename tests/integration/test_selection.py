@@ -19,7 +19,12 @@ def test_slices_do_not_change_the_selection(monkeypatch, rows_a_slice):
 
     given, seen = step(context=700, rows=17, topk=64, device="cpu"), []
     scored = indexer.paged_mqa_logits
-    monkeypatch.setattr(indexer, "paged_mqa_logits", lambda q, *rest: seen.append(len(q)) or scored(q, *rest))
+
+    def score(q, *rest, **named):
+        seen.append(len(q))
+        return scored(q, *rest, **named)
+
+    monkeypatch.setattr(indexer, "paged_mqa_logits", score)
     want = select(*given, monkeypatch, budget_bytes=1 << 30)
     got = select(*given, monkeypatch, budget_bytes=rows_a_slice * 700 * 4)
     assert seen == [17, *[rows_a_slice] * (17 // rows_a_slice), *filter(None, [17 % rows_a_slice])]
