@@ -18,17 +18,17 @@ _PACKAGES = ("vllm", "torch", "triton", "tilelang")
 
 
 def machine() -> dict:
-    """Card and driver, or the processors where there is no card, and Python; versions of what runs on them."""
-    python = {"python": platform.python_version(), "versions": {name: _version(name) for name in _PACKAGES}}
+    """Card and driver, or "none" and the processors, and Python; versions of what runs on them."""
+    found = {"python": platform.python_version(), "versions": {name: _version(name) for name in _PACKAGES}}
     if not torch.cuda.is_available():
-        return {"gpu": None, "processors": os.cpu_count(), "architecture": platform.machine()} | python
+        return {"gpu": "none", "processors": os.cpu_count(), "architecture": platform.machine()} | found
     card = torch.cuda.get_device_properties(0)
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
     return {
         "gpu": card.name, "gpus": torch.cuda.device_count(), "compute_capability": f"{card.major}.{card.minor}",
         "gpu_memory_gib": round(card.total_memory / 2**30, 1), "multiprocessors": card.multi_processor_count,
         "driver": driver[0] if driver else "unknown",
-    } | python
+    } | found
 
 
 def header(kind: str, scope: str) -> dict:

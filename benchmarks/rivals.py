@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.ampere.kernels.attention.reference import combine_topk_swa_ref
+from vllm.ampere.kernels.indexer.candidate_topk import mask_to_candidates
 from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
 from vllm.ampere.kernels.launch import triton, unavailable
@@ -224,6 +225,22 @@ def _flattened(given):
     return lambda: paged_mqa_logits(**flat), lambda logits: logits
 
 
+def _dense(given):
+    """Our own ops that score every row and mask what is not listed; the listed columns are the result."""
+    size, listed = given["block_size"], given["candidates"].long()
+    rest = {name: value for name, value in given.items() if name not in ("candidates", "block_size")}
+    width = int(given["visible"].max())
+    row = (listed.unsqueeze(-1) * size + torch.arange(size, device=listed.device)).flatten(1)
+
+    def call():
+        return mask_to_candidates(paged_mqa_logits(**rest, width=width), given["candidates"], size)
+
+    def result(scores):
+        return scores.gather(1, row.clamp(0, width - 1)).masked_fill((row < 0) | (row >= width), -torch.inf)
+
+    return call, result
+
+
 def _torch_topk(given):
     return lambda: torch.topk(given["scores"], given["k"]).indices, lambda rows: rows.int().sort().values
 
@@ -277,6 +294,7 @@ RIVALS = (
     Rival("deepgemm", "deepgemm", ("mqa_logits",), _deep_gemm_logits, _needs_deep_gemm),
     Rival("deepgemm-paged", "deepgemm", _PAGED, _deep_gemm_paged_logits, _needs_deep_gemm),
     Rival("flattened", "flattened", _PAGED, _flattened, unavailable, lowered_like_ours=True),
+    Rival("dense", "dense", ("candidate_mqa_logits",), _dense, unavailable, lowered_like_ours=True),
     Rival("top_k_per_row_prefill", "upstream", _TOPK, _upstream_topk_prefill, _upstream),
     Rival("top_k_per_row_decode", "upstream", _TOPK, _upstream_topk_decode, _upstream),
     Rival("torch-topk", "torch", _TOPK, _torch_topk, lambda: ""),

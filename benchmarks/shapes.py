@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm.ampere.kernels.registry import Case, all_ops
-from vllm.ampere.testing.inputs import kv_pages, normal
+from vllm.ampere.testing.inputs import ascending_lists, kv_pages, normal
 
 FLOOR, MMA, ERROR = "floor-fraction", "mma-fraction", "relative-error"
 WINDOW, TOPK = 128, 512
@@ -107,6 +107,18 @@ def _decode_rows(sizes, generator, device):
     }
 
 
+def _listed(sizes, generator, device):
+    """One token a request, which sees all S keys and lists L blocks."""
+    given = all_ops()["candidate_mqa_logits"].cases[0].make(sizes, generator, device)
+    blocks = -(-sizes["S"] // sizes["block_size"])
+    counts = torch.full((sizes["T"],), sizes["L"])
+    return given | {
+        "request": torch.arange(sizes["T"], dtype=torch.int32, device=device),
+        "visible": torch.full_like(given["visible"], sizes["S"]),
+        "candidates": ascending_lists(generator, counts, blocks, sizes["L"]).to(device),
+    }
+
+
 def _scores(sizes, generator, device):
     return {"scores": normal(generator, sizes["T"], sizes["S"], dtype=torch.float32, device=device), "k": sizes["K"]}
 
@@ -114,6 +126,11 @@ def _scores(sizes, generator, device):
 def _paged(requests: int, rows: int, label: str, keys: int, *measures: str) -> Shape:
     sizes = {"T": requests * rows, "N": 32, "R": requests, "P": 64, "S": keys}
     return _own("paged_mqa_logits", f"bs{requests}-q{rows}-{label}", sizes, *measures, make=_decode_rows)
+
+
+def _inside(label: str, keys: int, *measures: str) -> Shape:
+    sizes = {"T": 8, "N": 32, "R": 8, "P": 64, "S": keys, "L": 2048, "block_size": 8}
+    return _own("candidate_mqa_logits", label, sizes, *measures, family="mqa_logits", make=_listed)
 
 
 def all_shapes() -> tuple[Shape, ...]:
@@ -152,6 +169,8 @@ def all_shapes() -> tuple[Shape, ...]:
             for b in (1, 8, 32) for k in (8, 64)
         ),
         *(_paged(1, 6, f"ctx{k}k", k * 1024, "vs-flattened", "vs-deepgemm", FLOOR) for k in (64, 512)),
+        _inside("candidate-only", 65_536, "vs-dense", FLOOR),
+        *(_inside(f"candidate-only-ctx{k}k", k * 1024, FLOOR) for k in (32, 256)),
         _own("select_topk", "n1m", {"T": 1, "S": 1 << 20, "C": 2048, "K": TOPK}, "vs-upstream", "vs-torch", FLOOR,
              family="candidate_topk", make=_scores),
     ]  # fmt: skip

@@ -44,6 +44,7 @@ FIGURES = (
     "gather_dequant/{ctx16k,ctx48k}/{vs-upstream-triton,floor-fraction}",
     "combine_topk_swa/t1536/{vs-torch,vs-upstream}",
     "mqa_logits/m8192-n32k/{vs-deepgemm,mma-fraction}",
+    "mqa_logits/candidate-only/vs-dense",
     "paged_mqa_logits/{bs1,bs8,bs32}-q1-{ctx8k,ctx64k}/vs-deepgemm",
     "paged_mqa_logits/bs1-q6-{ctx64k,ctx512k}/{vs-flattened,vs-deepgemm,floor-fraction}",
 )
@@ -80,6 +81,8 @@ def _small(shape):
         sizes |= {"M": 4096}
     if shape.op == "paged_mqa_logits":
         sizes |= {"T": shape.case.sizes["T"] // shape.case.sizes["R"] * 2, "R": 2, "S": 130}
+    if shape.op == "candidate_mqa_logits":
+        sizes |= {"R": 6, "S": 130, "L": 5}
     if "lengths" in shape.case.sizes:
         sizes |= {"lengths": [70]}
     if shape.op == "merge_attn_states":
@@ -240,6 +243,16 @@ def test_flattened_rival_gives_the_same_logits():
     torch.testing.assert_close(result(call()), produce(op, op.reference, given)["logits"], rtol=1e-5, atol=1e-5)
 
 
+def test_dense_rival_gives_the_same_listed_logits():
+    shape = _small(SHAPES["mqa_logits/candidate-only"])
+    op = all_ops()[shape.op]
+    given = shape.case.inputs(3)
+    given["candidates"][0, -1] = 16  # the last block, which is cut
+    call, result = rivals._dense(given)
+    assert (call() == -torch.inf).any() and (given["candidates"] >= 0).all()
+    assert torch.equal(result(call()), produce(op, op.reference, given)["logits"])
+
+
 def test_lowering_is_set_for_ours_and_taken_back(monkeypatch):
     monkeypatch.setenv("VLLM_AMPERE_ASSUME", "sm86")
     monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
@@ -252,5 +265,5 @@ def test_rivals_that_cannot_run_here_say_why():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     for rival in rivals.RIVALS:
-        if rival.against not in ("torch", "flattened", "empty-kernel"):
+        if rival.against not in ("torch", "flattened", "dense", "empty-kernel"):
             assert rival.requires() == "there is no card", rival.name

@@ -6,7 +6,7 @@ import torch
 
 from tests.interpreter.test_indexer import *  # noqa: F403
 from tests.interpreter.test_indexer import both, moved, sized, triton_of
-from vllm.ampere.kernels.indexer import key_norm_rope_store, paged_mqa_logits
+from vllm.ampere.kernels.indexer import candidate_mqa_logits, key_norm_rope_store, paged_mqa_logits
 from vllm.ampere.kernels.indexer.candidate_topk import CANDIDATE_BLOCKS, MASK_TO_CANDIDATES, SELECT_TOPK
 from vllm.ampere.testing.compare import assert_close
 
@@ -85,3 +85,22 @@ def test_long_contexts_score_each_draft_row_as_alone(width):
     for t in (0, 5, 9, 17):
         rows = {n: there[n][t : t + 1] for n in ("q", "weights", "request", "visible")}
         assert torch.equal(triton_of(op)(**there | rows)[0], whole[t])
+
+
+@pytest.mark.parametrize("width", [3000, 100_000])
+def test_long_contexts_select_inside_candidates_as_from_masked_scores(width):
+    """Three draft blocks of six rows; packed scores have the bits of dense ones, and the same rows are selected."""
+    op = paged_mqa_logits.OP
+    given = sized(op, 24, T=18, N=32, R=3, P=64, S=width)
+    given["request"] = torch.arange(18, dtype=torch.int32) // 6
+    given["visible"] = (torch.tensor([width - 5, 7, width // 3])[given["request"].long()] + torch.arange(18) % 6).int()
+    there = moved(given | {"width": width}, "cuda")
+    scores = triton_of(op)(**there)
+    del there["width"]
+    listed = triton_of(CANDIDATE_BLOCKS)(scores, there["visible"], 2048, 8)
+    inside = triton_of(candidate_mqa_logits.OP)(**there, candidates=listed, block_size=8)
+    whole = torch.nn.functional.pad(scores, (0, 8), value=-torch.inf)
+    row = (listed.long()[:, :, None] * 8 + torch.arange(8, device="cuda")).flatten(1)
+    assert torch.equal(inside, whole.gather(1, row.clamp_min(0)).masked_fill(row < 0, -torch.inf))
+    want = triton_of(SELECT_TOPK)(triton_of(MASK_TO_CANDIDATES)(scores, listed, 8), 512)
+    assert torch.equal(triton_of(SELECT_TOPK)(inside, 512, there["visible"], listed, 8), want)

@@ -26,3 +26,19 @@ def test_transients_stay_within_the_budget(monkeypatch):
     taken = torch.cuda.max_memory_allocated() - before
     assert SCORE_BUDGET_BYTES // 2 < taken <= 1.5 * SCORE_BUDGET_BYTES, taken
     assert all(torch.equal(a, b) for a, b in zip(sliced, whole))
+
+
+def test_inside_candidates_transients_do_not_follow_the_context(monkeypatch):
+    """64 KiB of scores a row, however long the context: 40 MiB in all, and what their selection keeps."""
+    from vllm.ampere.integration.indexer import SCORE_BUDGET_BYTES
+
+    taken = {}
+    for context in (1 << 15, CONTEXT):
+        given = step(context, ROWS, topk=512, device="cuda", write=False, blocks=2048)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        select(*given, monkeypatch, budget_bytes=SCORE_BUDGET_BYTES)
+        torch.cuda.synchronize()
+        taken[context] = torch.cuda.max_memory_allocated() - before
+    assert ROWS << 16 <= taken[CONTEXT] <= 1.5 * (ROWS << 16) and len(set(taken.values())) == 1, taken

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import torch
 
 from vllm.ampere.cache_layout import INDEX_DIM, INDEX_KEY
+from vllm.ampere.testing.inputs import ascending_lists
 
 PREFIX, PAGE = "layers.4.attn.indexer.k_cache", 128
 
 
-def step(context: int, rows: int, topk: int, device: str, seed: int = 0):
+def step(context: int, rows: int, topk: int, device: str, seed: int = 0, write: bool = True, blocks: int = 32):
     """A request of `context` tokens whose last `rows` tokens are this step's: layer, metadata, queries and weights.
 
-    Keys are random codes under scale 1; the block table is a random order of the pages.
+    Keys are random codes under scale 1; the block table is a random order of the pages. The layer lists `blocks`
+    candidates, or, without `write`, selects among as many of another's, drawn at random.
     """
     generator = torch.Generator().manual_seed(seed)
     pages = -(-context // PAGE)
@@ -22,9 +24,12 @@ def step(context: int, rows: int, topk: int, device: str, seed: int = 0):
     cache[:, PAGE * INDEX_DIM :] = torch.ones(pages, PAGE).view(torch.uint8)
     layer = SimpleNamespace(
         k_cache=SimpleNamespace(prefix=PREFIX, kv_cache=cache.to(device).view(pages, PAGE, INDEX_KEY.row_bytes)), compress_ratio=1,
-        topk_indices_buffer=torch.full((rows, topk), -7, dtype=torch.int32, device=device), candidate_write=True,
-        candidate_blocks=torch.full((rows, 32), -7, dtype=torch.int32, device=device), candidate_block_size=8,
+        topk_indices_buffer=torch.full((rows, topk), -7, dtype=torch.int32, device=device), candidate_write=write,
+        candidate_blocks=torch.full((rows, blocks), -7, dtype=torch.int32, device=device), candidate_block_size=8,
     )
+    if not write:
+        counts = torch.full((rows,), blocks)
+        layer.candidate_blocks = ascending_lists(generator, counts, -(-context // 8), blocks).to(device)
     table = torch.randperm(pages, generator=generator).int()[None].to(device)
     metadata = {
         PREFIX: SimpleNamespace(num_decode_tokens=0, num_prefill_tokens=rows, max_seq_len=context,
@@ -43,6 +48,8 @@ def select(layer, metadata, q, weights, monkeypatch, budget_bytes: int) -> tuple
 
     monkeypatch.setattr(indexer, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
     monkeypatch.setattr(indexer, "SCORE_BUDGET_BYTES", budget_bytes)
-    layer._select_rows = indexer.AmpereSparseAttnIndexer._select_rows.__get__(layer)
-    indexer.AmpereSparseAttnIndexer._select(layer, None, q, None, weights)
+    ours = indexer.AmpereSparseAttnIndexer
+    for name in ("_select_rows", "_select_listed_rows"):
+        setattr(layer, name, getattr(ours, name).__get__(layer))
+    ours._select(layer, None, q, None, weights)
     return layer.topk_indices_buffer.clone(), layer.candidate_blocks.clone()

@@ -79,15 +79,18 @@ def serve_index(rows: int, first: int, width: int) -> None:
     launch("query_rope_quant", q=q, positions=positions, cos_sin=torch.empty(64, 64), weights=weights,
            softmax_scale=0.1, head_scale=0.1)
     request, visible = (torch.empty(first + rows, dtype=torch.int32)[first:] for _ in range(2))
-    scores = all_ops()["paged_mqa_logits"].implementations[0].function(
+    given = (
         q.to(torch.float8_e4m3fn), torch.empty(rows, INDEX_HEADS), torch.empty(4, PAGE, 132, dtype=torch.uint8),
-        torch.empty(3, 1 + width // PAGE, dtype=torch.int32), request, visible, width,
+        torch.empty(3, 1 + width // PAGE, dtype=torch.int32),
     )
+    scores = all_ops()["paged_mqa_logits"].implementations[0].function(*given, request, visible, width, False)
     launch("candidate_blocks", scores=scores, visible=visible, blocks=BLOCKS, block_size=BLOCK_SIZE)
-    candidates = torch.empty(first + rows, BLOCKS, dtype=torch.int32)[first:]
-    masked = all_ops()["mask_to_candidates"].implementations[0].function(scores, candidates, BLOCK_SIZE)
-    for each in (scores, masked):
-        launch("select_topk", scores=each, k=TOPK)
+    launch("select_topk", scores=scores, k=TOPK, visible=visible)
+    listed = torch.empty(first + rows, BLOCKS, dtype=torch.int32)[first:, : -(-width // BLOCK_SIZE)]
+    inside = all_ops()["candidate_mqa_logits"].implementations[0].function(
+        *given, request, visible, listed, BLOCK_SIZE
+    )
+    launch("select_topk", scores=inside, k=TOPK, visible=visible, candidates=listed, block_size=BLOCK_SIZE)
 
 
 def test_every_batch_and_context_reaches_exactly_what_was_warmed():

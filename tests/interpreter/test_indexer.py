@@ -4,9 +4,17 @@
 import pytest
 import torch
 
-from vllm.ampere.kernels.indexer import key_norm_rope_store, mqa_logits, paged_mqa_logits, query_rope_quant
+from vllm.ampere.kernels.indexer import (
+    candidate_mqa_logits,
+    candidate_topk_triton,
+    key_norm_rope_store,
+    mqa_logits,
+    paged_mqa_logits,
+    query_rope_quant,
+)
 from vllm.ampere.kernels.indexer.candidate_topk import CANDIDATE_BLOCKS, MASK_TO_CANDIDATES, SELECT_TOPK
 from vllm.ampere.testing.compare import assert_close
+from vllm.ampere.testing.inputs import ascending_lists
 from vllm.ampere.testing.parity import assert_same_bits
 
 INF, NAN = float("inf"), float("nan")
@@ -112,6 +120,69 @@ def test_gathered_scores_keep_nan_and_unseen_keys_apart(device):
     assert_close(got, want, op.tolerances["logits"])
 
 
+# ---- scores of listed blocks
+
+
+@pytest.mark.parametrize("page, size", [(32, 8), (48, 5)])
+def test_listed_scores_of_pages_at_odd_bytes_amid_nan(device, page, size):
+    """What is not listed is NaN in its page, and a page without a listed key is not looked up."""
+    op = candidate_mqa_logits.OP
+    given = sized(op, 31, T=3, N=8, R=1, P=page, S=300, L=3, block_size=size)
+    given["visible"] = torch.tensor([300, 299, 3], dtype=torch.int32)
+    given["candidates"] = torch.tensor([[1, 7, 37], [6, -1, -1], [3, 4, -1]], dtype=torch.int32)
+    want = op.reference(**given)
+    assert want.isfinite().sum(1).tolist() == [min(3 * size, 2 * size + 300 - 37 * size), size, 0]
+    listed = [block * size + member for block in (1, 6, 7, 37) for member in range(size) if block * size + member < 300]
+    codes = torch.full((len(given["cache"]), page * 132), 0xFF, dtype=torch.uint8)
+    for j in listed:
+        at, row = int(given["block_table"][0, j // page]), j % page
+        for part in (slice(row * 128, row * 128 + 128), slice(page * 128 + row * 4, page * 128 + row * 4 + 4)):
+            codes[at, part] = given["cache"].flatten(1)[at, part]
+    unread = sorted(set(range(given["block_table"].shape[1])) - {j // page for j in listed})
+    assert unread
+    given["block_table"][0, unread] = -(2**31)
+    there = moved(given | {"cache": codes.view(given["cache"].shape)}, device)
+    _, there["cache"] = pages_apart(there["cache"], 61, 51, 0xFF)
+    assert_close(triton_of(op)(**there).cpu(), want, op.tolerances["logits"])
+
+
+def test_listed_rows_of_several_requests_are_selected_as_from_masked_scores(device):
+    """Bit by bit, with a NaN key and with tokens whose scores all tie."""
+    op = candidate_mqa_logits.OP
+    given = moved(sized(op, 32, T=5, N=8, R=2, P=32, S=300, L=12), device)
+    given["weights"][3] = 0.0
+    given["cache"].flatten(1)[:, 5 * 128 + 3] = 0xFF
+    rest = {n: given[n] for n in ("q", "weights", "cache", "block_table", "request", "visible")}
+    scores = triton_of(paged_mqa_logits.OP)(**rest, width=300)
+    given["candidates"] = triton_of(CANDIDATE_BLOCKS)(scores, given["visible"], 12, 8)
+    inside = triton_of(op)(**given)
+    whole = torch.nn.functional.pad(scores, (0, 8), value=-INF)
+    row = (given["candidates"].long()[:, :, None] * 8 + torch.arange(8, device=device)).flatten(1)
+    picked = whole.gather(1, row.clamp(0, 307)).masked_fill(row < 0, -INF)
+    assert_same_bits({"scores": inside}, {"scores": picked})
+    for k in (5, 64):
+        want = triton_of(SELECT_TOPK)(triton_of(MASK_TO_CANDIDATES)(scores, given["candidates"], 8), k)
+        assert torch.equal(triton_of(SELECT_TOPK)(inside, k, given["visible"], given["candidates"], 8), want)
+
+
+def test_padded_rows_list_nothing(device):
+    op = candidate_mqa_logits.OP
+    given = sized(op, 33, T=3, N=8, R=1, P=32, S=40, L=3)
+    given["visible"] = torch.tensor([0, -1, -(2**31)], dtype=torch.int32)
+    given["request"] = torch.tensor([2**31 - 1, -1, 999], dtype=torch.int32)
+    assert (triton_of(op)(**moved(given, device)) == -INF).all()
+
+
+def test_blocks_past_what_a_token_sees_are_not_read(device):
+    op = candidate_mqa_logits.OP
+    given = sized(op, 34, T=3, N=8, R=1, P=32, S=100, L=4)
+    given["candidates"][:] = torch.tensor([0, 2, 12, 2**31 - 1], dtype=torch.int32)
+    given["visible"] = torch.tensor([3, 18, 100], dtype=torch.int32)
+    got, want = both(op, given, device)
+    assert_close(got, want, op.tolerances["logits"])
+    assert (got > -INF).sum(1).tolist() == [3, 10, 20]
+
+
 # ---- keys and queries
 
 
@@ -198,6 +269,45 @@ def test_topk_in_several_rounds(device):
     wide[:, 5:-8] = scores
     want = SELECT_TOPK.reference(scores, 600)
     assert torch.equal(triton_of(SELECT_TOPK)(wide.to(device)[:, 5:-8], 600).cpu(), want)
+
+
+@pytest.mark.parametrize("programs", [1, 1024])
+def test_topk_of_rows_that_see_a_part(device, monkeypatch, programs):
+    """Nothing, one column, to a chunk's end, past it and all of three chunks; what is not seen is infinite."""
+    monkeypatch.setattr(candidate_topk_triton, "_PROGRAMS", programs)
+    generator = torch.Generator().manual_seed(14)
+    width = 8192 * 2 + 77
+    visible = torch.tensor([0, -5, 1, 40, 8192, 8193, 16_000, width], dtype=torch.int32)
+    scores = torch.randint(0, 300, (len(visible), width), generator=generator).float()
+    want = SELECT_TOPK.reference(scores, 50, visible)
+    scores[torch.arange(width) >= visible[:, None]] = INF
+    assert torch.equal(triton_of(SELECT_TOPK)(scores.to(device), 50, visible.to(device)).cpu(), want)
+    assert [int((row >= 0).sum()) for row in want] == [0, 0, 1, 40, 50, 50, 50, 50]
+    blocks = CANDIDATE_BLOCKS.reference(scores, visible, 30, 8)
+    assert torch.equal(triton_of(CANDIDATE_BLOCKS)(scores.to(device), visible.to(device), 30, 8).cpu(), blocks)
+
+
+def test_scores_without_fill_have_the_same_bits_where_they_are_seen(device):
+    op = paged_mqa_logits.OP
+    given = moved(sized(op, 15, T=5, N=8, R=2, P=32, S=150), device)
+    whole = triton_of(op)(**given)
+    part = triton_of(op)(**given | {"fill": False})
+    seen = torch.arange(whole.shape[1], device=device) < given["visible"][:, None]
+    assert seen.any() and not seen.all()
+    assert torch.equal(part[seen], whole[seen]) and (whole[~seen] == -INF).all()
+
+
+@pytest.mark.parametrize("blocks", [60, 1100])
+def test_topk_of_listed_blocks(device, blocks):
+    """In one round and in two; ties cross blocks, and the lower row wins."""
+    generator = torch.Generator().manual_seed(13)
+    listed = ascending_lists(generator, torch.tensor([blocks, blocks // 2]), 5000, blocks)
+    scores = torch.randint(0, 40, (2, blocks * 8), generator=generator).float()
+    scores[listed.repeat_interleave(8, 1) < 0] = -INF
+    scores[0, 17] = NAN
+    want = SELECT_TOPK.reference(scores, 300, None, listed, 8)
+    got = triton_of(SELECT_TOPK)(scores.to(device), 300, None, listed.to(device), 8).cpu()
+    assert torch.equal(got, want) and got.max() > blocks * 8
 
 
 @pytest.mark.parametrize("blocks, size", [(1, 8), (30, 8), (300, 3)])

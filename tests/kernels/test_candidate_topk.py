@@ -38,11 +38,35 @@ def derived_blocks(row, visible, blocks, size):
     return chosen + [-1] * (blocks - len(chosen))
 
 
+def unpacked(scores, candidates):
+    """Scores of listed blocks where their rows are, among -inf."""
+    size = scores.shape[1] // candidates.shape[1]
+    whole = scores.new_full((len(scores), size * (int(candidates.max()) + 2)), -INF)
+    for row, listed, values in zip(whole, candidates.tolist(), scores):
+        for i, block in enumerate(listed):
+            if block >= 0:
+                row[block * size : block * size + size] = values[i * size : i * size + size]
+    return whole
+
+
 @settings(deadline=None, max_examples=150)
 @over(st.lists(st.lists(SCORE, min_size=13, max_size=13), min_size=1, max_size=4), st.integers(1, 17))
 def test_select_topk_oracle(rows, k):
     got = select_topk(torch.tensor(rows), k)
     assert got.dtype == torch.int32 and got.tolist() == [derived_topk(row, k) for row in torch.tensor(rows).tolist()]
+
+
+@settings(deadline=None, max_examples=150)
+@over(st.lists(st.tuples(st.sets(st.integers(0, 11), max_size=4), st.lists(SCORE, min_size=12, max_size=12)),
+               min_size=1, max_size=4), st.integers(1, 14))  # fmt: skip
+def test_select_topk_of_packed_blocks_oracle(rows, k):
+    """Four blocks of three rows; columns of a -1 are at -inf."""
+    candidates = torch.tensor([sorted(blocks) + [-1] * (4 - len(blocks)) for blocks, _ in rows], dtype=torch.int32)
+    scores = torch.tensor([values for _, values in rows])
+    scores[candidates.repeat_interleave(3, 1) < 0] = -INF
+    got = select_topk(scores, k, None, candidates, 3)
+    assert got.dtype == torch.int32
+    assert got.tolist() == [derived_topk(row, k) for row in unpacked(scores, candidates).tolist()]
 
 
 @settings(deadline=None, max_examples=150)
@@ -73,7 +97,10 @@ def test_cases_against_sorting(op):
     for case in op.cases:
         given = case.inputs(seed=1)
         if op.name == "select_topk":
-            assert select_topk(**given).tolist() == [derived_topk(row, given["k"]) for row in given["scores"].tolist()]
+            whole = unpacked(given["scores"], given["candidates"]) if "candidates" in given else given["scores"].clone()
+            if "visible" in given:
+                whole[torch.arange(whole.shape[1]) >= given["visible"][:, None]] = -INF
+            assert select_topk(**given).tolist() == [derived_topk(row, given["k"]) for row in whole.tolist()]
         elif op.name == "candidate_blocks":
             rows = zip(given["scores"].tolist(), given["visible"].tolist())
             want = [derived_blocks(row, visible, given["blocks"], 8) for row, visible in rows]
@@ -105,10 +132,17 @@ def test_the_newest_block_is_forced_in_against_better_ones():
 def test_scores_behind_the_visible_rows_are_not_read():
     scores = torch.randn(1, 64)
     visible = torch.tensor([20], dtype=torch.int32)
-    clean = candidate_blocks(scores, visible, 3, 8)
+    clean, rows = candidate_blocks(scores, visible, 3, 8), select_topk(scores, 7, visible)
+    assert rows.max() < 20 and (rows >= 0).all() and (select_topk(scores, 7, -visible) == -1).all()
+    packed, listed = scores[:, 8:48].clone(), torch.tensor([[1, 2, 9, -1, -1]], dtype=torch.int32)
+    packed[0, 12:] = -INF
+    inside = select_topk(packed, 7, visible, listed, 8)
     for poison in (NAN, INF):
         scores[0, 20:] = poison
+        packed[0, 24:] = poison  # no more than three blocks are seen
         assert torch.equal(candidate_blocks(scores, visible, 3, 8), clean)
+        assert torch.equal(select_topk(scores, 7, visible), rows)
+        assert torch.equal(select_topk(packed, 7, visible, listed, 8), inside)
 
 
 def test_the_selection_is_the_whole_set_when_it_fits():
@@ -136,6 +170,10 @@ def test_the_input_keeps_its_bits():
 @pytest.mark.parametrize("call, message", [
     (lambda s, v: select_topk(s.double(), 4), "scores is float64"),
     (lambda s, v: select_topk(s, 0), "k is 0, must be at least 1"),
+    (lambda s, v: select_topk(s, 4, v[:1]), "visible has 1 on axis T, must be 2"),
+    (lambda s, v: select_topk(s, 4, v, v[:, None], 8), "scores has 9 columns, must be 1 x 8"),
+    (lambda s, v: select_topk(s, 4, v, v[:, None].long(), 9), "candidates is int64"),
+    (lambda s, v: select_topk(s, 4, v, v[:, None], 0), "block_size is 0, must be at least 1"),
     (lambda s, v: candidate_blocks(s, v.long(), 4, 8), "visible is int64"),
     (lambda s, v: candidate_blocks(s, v[:1], 4, 8), "visible has 1 on axis T, must be 2"),
     (lambda s, v: candidate_blocks(s, v, 4, 0), "block_size is 0"),

@@ -2,7 +2,8 @@
 """The indexer on our ops: keys, queries, scores, candidate blocks and the selection.
 
 Every row is described by its request and by how many compressed rows it may see. Both come from the
-step's device metadata, the same for prefill and decode, so there is one scoring path.
+step's device metadata, the same for prefill and decode. A layer that selects inside another's candidate
+blocks scores their rows only.
 """
 
 import torch
@@ -10,7 +11,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer
 
-from ..kernels.indexer.candidate_topk import candidate_blocks, mask_to_candidates, select_topk
+from ..kernels.indexer.candidate_mqa_logits import candidate_mqa_logits
+from ..kernels.indexer.candidate_topk import candidate_blocks, select_topk
 from ..kernels.indexer.key_norm_rope_store import key_norm_rope_store
 from ..kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from ..kernels.indexer.query_rope_quant import query_rope_quant
@@ -39,24 +41,34 @@ class AmpereSparseAttnIndexer(SparseAttnIndexer):
         position = index.seq_lens[request] - source.query_start_loc[1:][request] + token
         width = max(1, index.max_seq_len // self.compress_ratio)
         visible = ((position + 1) // self.compress_ratio).clamp(0, width).to(torch.int32)
-        step = max(1, SCORE_BUDGET_BYTES // (4 * width))
+        listed, columns = None, width
+        if self.candidate_blocks is not None and not self.candidate_write:
+            # No list names more blocks than the longest context has.
+            listed = self.candidate_blocks[:rows, : -(-width // self.candidate_block_size)]
+            columns = listed.shape[1] * self.candidate_block_size
+        step = max(1, SCORE_BUDGET_BYTES // (4 * columns))
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            self._select_rows(part, q, weights, source.block_table, request, visible, width)
+            tokens = q[part], weights[part], self.k_cache.kv_cache, source.block_table, request[part], visible[part]
+            if listed is None:
+                self._select_rows(part, tokens, width)
+            else:
+                self._select_listed_rows(part, tokens, listed[part])
         return self.topk_indices_buffer
 
-    def _select_rows(self, part, q, weights, block_table, request, visible, width) -> None:
-        scores = paged_mqa_logits(
-            q[part], weights[part], self.k_cache.kv_cache, block_table, request[part], visible[part], width
-        )
+    def _select_rows(self, part, tokens, width) -> None:
+        visible = tokens[-1]
+        scores = paged_mqa_logits(*tokens, width, fill=False)
         if self.candidate_blocks is not None:
-            if self.candidate_write:
-                self.candidate_blocks[part] = candidate_blocks(
-                    scores, visible[part], self.candidate_blocks.shape[1], self.candidate_block_size
-                )
-            else:
-                scores = mask_to_candidates(scores, self.candidate_blocks[part], self.candidate_block_size)
-        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1])
+            self.candidate_blocks[part] = candidate_blocks(
+                scores, visible, self.candidate_blocks.shape[1], self.candidate_block_size
+            )
+        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1], visible)
+
+    def _select_listed_rows(self, part, tokens, listed) -> None:
+        size = self.candidate_block_size
+        scores = candidate_mqa_logits(*tokens, listed, size)
+        self.topk_indices_buffer[part] = select_topk(scores, self.topk_indices_buffer.shape[1], tokens[-1], listed, size)
 
 
 def store_keys(indexer, latents, positions, rotary_emb) -> None:

@@ -70,7 +70,7 @@ def require_patched(root: Path) -> None:
 # What the integration calls on every processor; the CPU folder calls more.
 ENGINE_OPS = (
     "sparse_mla_decode", "sparse_mla_prefill", "topk_slots", "inverse_rope", "compressor_insert", "key_norm_rope_store",
-    "query_rope_quant", "paged_mqa_logits", "candidate_blocks", "mask_to_candidates", "select_topk", "engram_lookup",
+    "query_rope_quant", "paged_mqa_logits", "candidate_mqa_logits", "candidate_blocks", "select_topk", "engram_lookup",
 )  # fmt: skip
 
 

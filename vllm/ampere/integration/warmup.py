@@ -77,18 +77,23 @@ def calls(layer) -> list[Call]:
 def _index_calls(indexer) -> list[Call]:
     heads, selection = indexer.n_head, indexer.indexer_op
     page, selected = indexer.k_cache.kv_cache.shape[1], indexer.topk_indices_buffer.shape[1]
-    found = [
-        _call("query_rope_quant", T=1, N=heads, M=_POSITIONS),
-        _call("paged_mqa_logits", T=1, N=heads, R=1, P=page, S=page),
-        _call("select_topk", T=1, S=2 * chunk_entries(selected), K=selected),  # two chunks: both kinds of round
-    ]
+    chunk = chunk_entries(selected)
+    found = [_call("query_rope_quant", T=1, N=heads, M=_POSITIONS)]
     if indexer.owns_k:
         found.append(key_call(indexer))
-    if selection.candidate_blocks is not None:
-        blocks, size = selection.candidate_blocks.shape[1], selection.candidate_block_size
+    scores = {"T": 1, "N": heads, "R": 1, "P": page, "S": page}
+    if selection.candidate_blocks is None or selection.candidate_write:
+        found.append(_call("paged_mqa_logits", **scores, fill=0))
+        found.append(_call("select_topk", T=1, S=2 * chunk, K=selected, bounded=1))  # two chunks: both kinds of round
+    if selection.candidate_blocks is None:
+        return found
+    blocks, size = selection.candidate_blocks.shape[1], selection.candidate_block_size
+    if selection.candidate_write:
         width = 2 * size * chunk_entries(blocks)
-        op = "candidate_blocks" if selection.candidate_write else "mask_to_candidates"
-        found.append(_call(op, T=1, S=width, C=blocks, block_size=size))
+        return [*found, _call("candidate_blocks", T=1, S=width, C=blocks, block_size=size)]
+    found.append(_call("candidate_mqa_logits", **scores, L=1, block_size=size))
+    for listed in (_COLUMNS, chunk):  # in one round, and in two
+        found.append(_call("select_topk", T=1, S=listed * size, C=listed, K=selected, bounded=1, block_size=size))
     return found
 
 

@@ -16,6 +16,14 @@ def integers(generator: torch.Generator, low: int, high: int, *shape: int, dtype
     return torch.randint(low, high, shape, generator=generator).to(device=device, dtype=dtype)
 
 
+def ascending_lists(generator: torch.Generator, counts: torch.Tensor, limit: int, width: int) -> torch.Tensor:
+    """int32 [T, width]: of each row, `counts` [T] numbers below `limit` (or all of them), ascending, then -1."""
+    drawn = torch.rand(len(counts), limit, generator=generator).argsort(1)[:, :width]
+    drawn = torch.where(torch.arange(drawn.shape[1]) < counts[:, None], drawn, limit).sort(1).values
+    drawn = torch.nn.functional.pad(drawn, (0, width - drawn.shape[1]), value=limit)
+    return torch.where(drawn < limit, drawn, -1).int()
+
+
 def rope_table(length: int, dim: int = 64, base: float = 10000.0, device="cpu") -> torch.Tensor:
     """float32 [length, dim]: cosines then sines of position * base^(-2i/dim)."""
     angle = torch.outer(torch.arange(length).double(), base ** (-torch.arange(0, dim, 2).double() / dim))

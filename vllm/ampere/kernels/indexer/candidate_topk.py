@@ -9,7 +9,7 @@ A NaN ranks as -inf, so no input can produce an index outside [-1, S).
 import torch
 
 from ...errors import ContractError
-from ...testing.inputs import integers, normal
+from ...testing.inputs import ascending_lists, integers, normal
 from ..contracts import Arg
 from ..launch import unavailable
 from ..registry import EXACT, Case, Implementation, Op
@@ -71,27 +71,44 @@ def mask_to_candidates(
     return MASK_TO_CANDIDATES.choose(scores.device, implementation)(scores, candidates, block_size)
 
 
-def select_topk(scores: torch.Tensor, k: int, *, implementation: str | None = None) -> torch.Tensor:
+def select_topk(
+    scores: torch.Tensor,
+    k: int,
+    visible: torch.Tensor | None = None,
+    candidates: torch.Tensor | None = None,
+    block_size: int = 1,
+    *,
+    implementation: str | None = None,
+) -> torch.Tensor:
     """Choose the k best rows of each token.
 
-    Axes: T query tokens, S compressed rows.
+    Axes: T query tokens, S compressed rows, C listed blocks.
 
     Args:
         scores: float32 [T, S]; NaN counts as -inf.
         k: rows to choose, at least 1; 512 in the released model.
+        visible: int32 [T], rows the token sees; 0 or less: none. Without candidates the columns from it on are not
+            read, with them those behind the first ceil(visible / block_size) blocks. None: every column is.
+        candidates: None: column j is row j. Else int32 [T, C], block numbers ascending, then -1: column j is row
+            candidates[j // block_size] * block_size + j % block_size, as `candidate_mqa_logits` packs them, and
+            S is C * block_size; columns of a -1, and of rows that the token does not see, are at -inf.
+        block_size: rows a block, at least 1.
         implementation: one asked for by name; default is the best for the device.
 
     Returns:
-        int32 [T, k], rows ascending, then -1; every entry is in [-1, S), and a row at -inf is never chosen.
+        int32 [T, k], rows ascending, then -1; a row at -inf is never chosen. Without candidates every entry is in
+        [-1, S).
 
     Numerics: exact; of equal scores the lower row wins.
     Graph safety: allocates its result, does not synchronise, depends on no host value.
-    Raises: ContractError on a wrong dtype, shape, stride or device, or k below 1.
+    Raises: ContractError on a wrong dtype, shape, stride or device, a count below 1, or another S than C * block_size.
     Source: model_spec section 5; replaces `top_k_per_row_prefill` and `persistent_topk`.
     """
-    SELECT_TOPK.check(scores=scores)
-    _check_positive("select_topk", k=k)
-    return SELECT_TOPK.choose(scores.device, implementation)(scores, k)
+    axes = SELECT_TOPK.check(scores=scores, visible=visible, candidates=candidates)
+    _check_positive("select_topk", k=k, block_size=block_size)
+    if candidates is not None and axes["S"] != axes["C"] * block_size:
+        raise ContractError(f"select_topk: scores has {axes['S']} columns, must be {axes['C']} x {block_size}")
+    return SELECT_TOPK.choose(scores.device, implementation)(scores, k, visible, candidates, block_size)
 
 
 def _check_positive(op, **counts):
@@ -120,7 +137,19 @@ def _mask_inputs(sizes, generator, device):
 
 
 def _topk_inputs(sizes, generator, device):
-    return {"scores": _scores(sizes, generator, device), "k": sizes["K"]}
+    given = {"scores": _scores(sizes, generator, device), "k": sizes["K"]}
+    if not sizes.get("bounded"):
+        return given
+    size = sizes.get("block_size", 1)
+    given["visible"] = integers(generator, 0, 2 * sizes["S"], sizes["T"], dtype=torch.int32, device=device)
+    if size == 1:
+        return given | {"visible": given["visible"] // 2}
+    blocks = sizes["C"]
+    counts = integers(generator, 0, blocks + 1, sizes["T"])
+    listed = ascending_lists(generator, counts, 2 * blocks, blocks).to(device)
+    row = (listed.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(1)
+    given["scores"][(row < 0) | (row >= given["visible"][:, None])] = -torch.inf
+    return given | {"candidates": listed, "block_size": size}
 
 
 _SIZES = (
@@ -129,6 +158,7 @@ _SIZES = (
     {"T": 33, "S": 1027, "C": 16, "K": 64},
     {"T": 5, "S": 300, "C": 2048, "K": 512},
 )
+_BOUNDED = {"T": 9, "S": 320, "C": 40, "K": 64, "bounded": True}
 _AXES = {"T": "query tokens", "S": "compressed rows", "C": "listed blocks", "K": "selected rows"}
 _SCORES = Arg("scores", "T S", (torch.float32,))
 
@@ -173,13 +203,19 @@ SELECT_TOPK = Op(
     name="select_topk",
     summary="Choose the k best compressed rows of each token.",
     axes=_AXES,
-    inputs=(_SCORES,),
+    inputs=(
+        _SCORES, Arg("visible", "T", (torch.int32,), optional=True), Arg("candidates", "T C", (torch.int32,), optional=True),
+    ),
     outputs=(Arg("rows", "T K", (torch.int32,)),),
     reference=select_topk_ref,
     implementations=(Implementation("triton", select_topk_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"rows": EXACT},
-    cases=_cases(_topk_inputs),
-    bytes_moved=lambda s: s["T"] * (s["S"] + s["K"]) * 4,
+    cases=(
+        *_cases(_topk_inputs),
+        Case("t9_s320_k64_bounded", _BOUNDED, _topk_inputs),
+        Case("t9_c40_b8_k64", _BOUNDED | {"block_size": 8}, _topk_inputs),
+    ),
+    bytes_moved=lambda s: s["T"] * (s["S"] + s["K"] + s["C"] * ("block_size" in s)) * 4,
     flops=lambda s: s["T"] * s["S"],
     replaces="vllm._custom_ops.top_k_per_row_prefill",
     source="5",

@@ -5,9 +5,9 @@ The same sum as `mqa_logits`, with the keys of a request found through its page 
 a request read once for all of its query tokens (a draft block has several). Upstream calls DeepGEMM,
 which has no SM80 code.
 
-A Triton program owns one query token and every n-th tile of its keys: the query stays in registers, tiles past
-`visible` are filled without a load, and the grid does not grow with the longest context. The six tokens of a draft
-block read the same keys side by side, from the cache; each decodes them anew.
+A Triton program owns one query token and every n-th tile of its keys: the query stays in registers, and neither the
+grid nor, without `fill`, the work grows with `width`, which in a captured graph is that of the longest context. The six
+tokens of a draft block read the same keys side by side, from the cache; each decodes them anew.
 """
 
 import torch
@@ -18,7 +18,7 @@ from ..contracts import Arg
 from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import paged_mqa_logits_ref
-from .score_tile import head_block, load_queries, load_weights, score_tile
+from .score_tile import head_block, load_queries, load_weights, score_paged_keys
 
 _KEYS, _WARPS, _STAGES = 64, 4, 2
 # Programs that the launcher aims at: some for each processor, whatever `width` is. Each walks over key tiles.
@@ -32,36 +32,28 @@ _PROGRAMS = 1024
 def _paged_mqa_logits_kernel(
     q_ptr, weights_ptr, cache_ptr, table_ptr, request_ptr, visible_ptr, out_ptr,
     stride_weights_row, stride_cache_page, stride_table_row, stride_out_row, width,
-    N: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, FILL: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(1) * KEYS
     start = tl.program_id(1) * KEYS
     visible = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), width)
-    request = tl.load(request_ptr + row).to(tl.int64)
+    table_ptr += tl.load(request_ptr + row).to(tl.int64) * stride_table_row
     q = load_queries(q_ptr, row, N, HEADS)
     weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
     out_ptr += row * stride_out_row
     for base in range(start, visible, step):
         key = base + tl.arange(0, KEYS)
-        seen = key < visible
-        page = tl.load(table_ptr + request * stride_table_row + key // P, seen, other=0).to(tl.int64)
-        page_ptr = cache_ptr + page * stride_cache_page
-        code_ptr = page_ptr + key % P * 128
-        codes = tl.load(code_ptr[:, None] + tl.arange(0, 128)[None, :], seen[:, None], other=0)
-        # Byte by byte, since a page may start at any byte.
-        scale_ptr = page_ptr + P * 128 + key % P * 4
-        byte = tl.arange(0, 4)
-        scale = tl.load(scale_ptr[:, None] + byte[None, :], seen[:, None], other=0).to(tl.int32) << (8 * byte)[None, :]
-        score = score_tile(q, weights, codes, tl.sum(scale, 1).to(tl.float32, bitcast=True))
-        tl.store(out_ptr + key, tl.where(seen, score, float("-inf")), key < width)
-    unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
-    for base in range(unseen, width, step):
-        key = base + tl.arange(0, KEYS)
-        tl.store(out_ptr + key, tl.full([KEYS], float("-inf"), tl.float32), key < width)
+        score = score_paged_keys(q, weights, cache_ptr, stride_cache_page, table_ptr, key, key < visible, P)
+        tl.store(out_ptr + key, score, key < width)
+    if FILL:
+        unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
+        for base in range(unseen, width, step):
+            key = base + tl.arange(0, KEYS)
+            tl.store(out_ptr + key, tl.full([KEYS], float("-inf"), tl.float32), key < width)
 
 
-def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width):
+def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width, fill=True):
     tokens, heads = weights.shape
     out = aligned_rows(weights, tokens, width)
     if out.numel():
@@ -69,7 +61,8 @@ def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, w
         _paged_mqa_logits_kernel[(tokens, programs)](
             q.view(torch.uint8), weights, cache, block_table, request, visible, out,
             weights.stride(0), cache.stride(0), block_table.stride(0), out.stride(0), width,
-            N=heads, P=cache.shape[1], HEADS=head_block(heads), KEYS=_KEYS, num_warps=_WARPS, num_stages=_STAGES,
+            N=heads, P=cache.shape[1], FILL=fill, HEADS=head_block(heads), KEYS=_KEYS,
+            num_warps=_WARPS, num_stages=_STAGES,
         )
     return out
 
@@ -82,11 +75,11 @@ COMPILES = tuple(
             "request_ptr": "*i32", "visible_ptr": "*i32", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
             "stride_cache_page": "i32:16", "stride_table_row": "i32", "stride_out_row": "i32:16", "width": "i32",
         },
-        {"N": heads, "P": page, "HEADS": head_block(heads), "KEYS": _KEYS},
+        {"N": heads, "P": page, "FILL": fill, "HEADS": head_block(heads), "KEYS": _KEYS},
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
-    for heads, page in ((32, 64), (32, 128), (8, 64))
+    for heads, page, fill in ((32, 64, False), (32, 64, True), (32, 128, False), (8, 64, False))
 )
 
 
@@ -98,6 +91,7 @@ def paged_mqa_logits(
     request: torch.Tensor,
     visible: torch.Tensor,
     width: int,
+    fill: bool = True,
     *,
     implementation: str | None = None,
 ) -> torch.Tensor:
@@ -114,10 +108,11 @@ def paged_mqa_logits(
         request: int32 [T]; row of the table, in [0, R) where visible > 0.
         visible: int32 [T], keys the token sees; 0 or less: none, and its table row is not read.
         width: columns of the result, keys; at least the largest `visible`.
+        fill: whether columns from `visible` on are set; if not, they may hold anything.
         implementation: one asked for by name; default is the best for the device.
 
     Returns:
-        float32 [T, width]; columns from `visible` on are -inf.
+        float32 [T, width]; columns from `visible` on are -inf, with `fill`.
 
     Numerics: products and sums in float32. A token has the same bits alone, in any batch and for any
     page size. A NaN key gives NaN in its own column only.
@@ -127,7 +122,7 @@ def paged_mqa_logits(
     Source: model_spec sections 5 and 12; replaces `fp8_fp4_paged_mqa_logits`.
     """
     OP.check(q=q, weights=weights, cache=cache, block_table=block_table, request=request, visible=visible)
-    return OP.choose(q.device, implementation)(q, weights, cache, block_table, request, visible, width)
+    return OP.choose(q.device, implementation)(q, weights, cache, block_table, request, visible, width, fill)
 
 
 def _inputs(sizes, generator, device):
@@ -145,6 +140,7 @@ def _inputs(sizes, generator, device):
         "request": integers(generator, 0, requests, tokens, dtype=torch.int32, device=device),
         "visible": integers(generator, 0, sizes["S"] + 1, tokens, dtype=torch.int32, device=device),
         "width": sizes["S"] + 5,
+        "fill": bool(sizes.get("fill", True)),
     }
 
 

@@ -76,8 +76,8 @@ def mqa_logits_ref(q, weights, keys, key_scales, starts, ends, width):
     return out
 
 
-def paged_mqa_logits_ref(q, weights, cache, block_table, request, visible, width):
-    """See `paged_mqa_logits`."""
+def paged_mqa_logits_ref(q, weights, cache, block_table, request, visible, width, fill=True):
+    """See `paged_mqa_logits`; fills in either case."""
     out = weights.new_full((q.shape[0], width), _MINUS_INF)
     _check_width("paged_mqa_logits", visible, width)
     for r in request[visible > 0].unique().tolist():
@@ -85,6 +85,20 @@ def paged_mqa_logits_ref(q, weights, cache, block_table, request, visible, width
         count = int(visible[rows].max())
         keys, scales = read_index_keys(cache, block_table[r], count)
         out[rows, :count] = _visible(_scores(q[rows], weights[rows], keys, scales), visible[rows])
+    return out
+
+
+def candidate_mqa_logits_ref(q, weights, cache, block_table, request, visible, candidates, block_size):
+    """See `candidate_mqa_logits`: the listed columns of `paged_mqa_logits_ref`, a few tokens at a time."""
+    width = max([1, *visible.tolist()])
+    column = torch.arange(candidates.shape[1] * block_size, device=q.device)
+    out = weights.new_empty(q.shape[0], len(column))
+    for a in range(0, q.shape[0], _TOKENS):
+        part = slice(a, a + _TOKENS)
+        scores = paged_mqa_logits_ref(q[part], weights[part], cache, block_table, request[part], visible[part], width)
+        key = candidates[part].long()[:, column // block_size] * block_size + column % block_size
+        seen = (key >= 0) & (key < width)
+        out[part] = scores.gather(1, torch.where(seen, key, 0)).masked_fill(~seen, _MINUS_INF)
     return out
 
 
@@ -133,6 +147,14 @@ def mask_to_candidates_ref(scores, candidates, block_size):
     return scores.masked_fill(~listed[:, :count].repeat_interleave(block_size, 1)[:, :width], _MINUS_INF)
 
 
-def select_topk_ref(scores, k):
+def select_topk_ref(scores, k, visible=None, candidates=None, block_size=1):
     """See `select_topk`."""
-    return _first_largest(scores.masked_fill(scores.isnan(), _MINUS_INF), k)
+    scores = scores.masked_fill(scores.isnan(), _MINUS_INF)
+    if visible is not None:
+        blocks = (visible.clamp_min(0) + block_size - 1) // block_size
+        scores = _visible(scores, visible if candidates is None else blocks * block_size)
+    chosen = _first_largest(scores, k)
+    if candidates is None or not candidates.numel():
+        return chosen
+    block = candidates.gather(1, chosen.clamp_min(0).long() // block_size)
+    return torch.where(chosen < 0, chosen, block * block_size + chosen % block_size)
