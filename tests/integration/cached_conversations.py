@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents' conversations against vLLM's cache manager with the groups of the released model, and no model behind it."""
+
+import random
+from collections.abc import Iterator
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
+from vllm.v1.request import Request
+
+init_none_hash(sha256)
+# Tokens of a page of compressed rows and of the window; the window, and groups of layers that have one.
+COMPRESSED_TOKENS, WINDOW_PAGE_TOKENS, WINDOW_TOKENS, WINDOW_GROUPS = 128, 32, 128, 4
+STEP_TOKENS = 2048
+
+
+def cache_groups(bounded_replay: bool) -> list[KVCacheGroupSpec]:
+    """Cache groups as a server of the released model logs them: pages of 32, 32, 32, 32, 128 and 8 tokens."""
+    rows = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8}
+    window = SlidingWindowMLASpec(
+        block_size=WINDOW_PAGE_TOKENS, sliding_window=WINDOW_TOKENS, bounded_replay=bounded_replay, **rows
+    )
+    return [
+        *(KVCacheGroupSpec([f"window {number}"], window) for number in range(WINDOW_GROUPS)),
+        KVCacheGroupSpec(["compressed"], MLAAttentionSpec(block_size=COMPRESSED_TOKENS, **rows)),
+        KVCacheGroupSpec(["ring"], CircularBufferSpec(block_size=8, **rows)),
+    ]
+
+
+class Pool:
+    """A pool of pages, and requests that take and leave them as a server's do.
+
+    Attributes:
+        stats: vLLM's prefix-cache statistics since the last `drain`.
+    """
+
+    def __init__(self, pages: int, bounded_replay: bool = True, retention_tokens: int | None = 0):
+        """Args: retention_tokens: `--prefix-cache-retention-interval`; None keeps every page of the window."""
+        self._window_tokens = WINDOW_TOKENS if bounded_replay else 0
+        hash_tokens = COMPRESSED_TOKENS if bounded_replay else WINDOW_PAGE_TOKENS
+        groups = cache_groups(bounded_replay)
+        self.manager = KVCacheManager(
+            KVCacheConfig(pages, [], groups, prefix_cache_retention_interval=retention_tokens),
+            max_model_len=1 << 20,
+            scheduler_block_size=COMPRESSED_TOKENS,
+            hash_block_size=hash_tokens,
+            max_in_flight_tokens=2 * STEP_TOKENS,
+            log_stats=True,
+        )
+        self._hasher = get_request_block_hasher(hash_tokens, sha256)
+        self._served = 0
+
+    def start(self, tokens: list[int]) -> tuple[Request, int]:
+        """A request that has been prefilled, and how many tokens of it the cache had."""
+        self._served += 1
+        request = Request(str(self._served), list(tokens), SamplingParams(max_tokens=8), None, block_hasher=self._hasher)
+        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        if hit <= self._window_tokens:  # the window is computed again, so nothing would be saved
+            blocks, hit = None, 0
+        self.manager.record_prefix_cache_stats(request, hit)
+        adopted = hit
+        while request.num_computed_tokens < len(tokens):
+            chunk = min(STEP_TOKENS, len(tokens) - max(adopted, request.num_computed_tokens))
+            assert self.manager.allocate_slots(request, chunk, adopted, blocks) is not None, "the pool is too small"
+            request.num_computed_tokens += adopted + chunk
+            blocks, adopted = None, 0
+        return request, hit
+
+    def finish(self, request: Request, said: list[int]) -> None:
+        """Generate an answer's tokens and leave."""
+        for token in said:
+            request.append_output_token_ids(token)
+            assert self.manager.allocate_slots(request, 1) is not None, "the pool is too small"
+            request.num_computed_tokens += 1
+        self.manager.free(request)
+
+    def drain(self):
+        """Statistics since the last call."""
+        return self.manager.make_prefix_cache_stats()
+
+
+def rounds(
+    pool: Pool, conversations: int, length: int, added: int, count: int, at_once: int = 4, shuffle: bool = True
+) -> Iterator[float]:
+    """The hit rate, tokens hit over tokens asked, of each round in which every conversation takes one turn.
+
+    Args:
+        length: tokens of a conversation before its first turn.
+        added: tokens that a turn adds, 8 of them said by the model.
+        at_once: requests that hold their pages together.
+        shuffle: whether the order of the conversations changes from round to round.
+    """
+    source = random.Random(conversations)
+
+    def drawn(tokens: int) -> list[int]:
+        return [source.randrange(1 << 30) for _ in range(tokens)]
+
+    talks = [drawn(length) for _ in range(conversations)]
+    for _ in range(count):
+        order = source.sample(talks, len(talks)) if shuffle else talks
+        hits = asked = 0
+        for first in range(0, len(order), at_once):
+            running = []
+            for talk in order[first : first + at_once]:
+                talk += drawn(added - 8)
+                request, hit = pool.start(talk)
+                hits, asked = hits + hit, asked + len(talk)
+                running.append((request, talk))
+            for request, talk in running:
+                said = drawn(8)
+                pool.finish(request, said)
+                talk += said
+        yield hits / asked
