@@ -70,6 +70,36 @@ def test_a_conversation_of_two_hundred_turns(checkpoint, tmp_path):
         assert again.tokens == talk[-SAID:]
 
 
+def test_more_conversations_than_the_pool_holds(checkpoint, tmp_path):
+    """Conversations that fit hit in every turn; a few too many, and nobody does, turn after turn (docs/en/api.md)."""
+    kept, room = 4, 10
+
+    def turns(server, talks):
+        """Tokens that the cache had for the next turn of each, one after the other."""
+        served = []
+        for talk in talks:
+            talk += prompt(ADDED, len(talk))
+            answer = server.complete(talk, 1, logprobs=False)
+            served.append(answer.cached_tokens)
+            talk += answer.tokens
+        return served
+
+    # What one request in flight needs beside its compressed rows: windows of a step and the next, and a ring.
+    in_flight = 8 * (2 * 128 + 128) // 32 + 16
+    options = {"max_model_len": 1024, "max_num_seqs": 1, "max_num_batched_tokens": 128}
+    with serve(checkpoint, tmp_path, num_gpu_blocks_override=in_flight + kept * room, **options) as server:
+        step, smallest = steps(server)
+        assert smallest < kept * step
+        few = [prompt(kept * step, 5000 + number) for number in range(room // 2)]
+        assert turns(server, few) == [0] * len(few)
+        assert turns(server, few) == turns(server, few) == [kept * step] * len(few)
+        many = few + [prompt(kept * step, 6000 + number) for number in range(2 * room - len(few))]
+        turns(server, many)
+        hits = server.metric("vllm:prefix_cache_group_hits_total")
+        assert turns(server, many) == [0] * len(many)
+        assert server.metric("vllm:prefix_cache_group_hits_total") == hits
+
+
 def give_up(server: Server, given: list[int]) -> None:
     """Ask for a long answer and leave after its first piece."""
     body = {"model": str(server._checkpoint), "prompt": given, "max_tokens": 200, "ignore_eos": True, "stream": True}

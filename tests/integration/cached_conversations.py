@@ -2,7 +2,6 @@
 """Agents' conversations against vLLM's cache manager with the groups of the released model, and no model behind it."""
 
 import random
-from collections.abc import Iterator
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -21,7 +20,8 @@ from vllm.v1.request import Request
 init_none_hash(sha256)
 # Tokens of a page of compressed rows and of the window; the window, and groups of layers that have one.
 COMPRESSED_TOKENS, WINDOW_PAGE_TOKENS, WINDOW_TOKENS, WINDOW_GROUPS = 128, 32, 128, 4
-STEP_TOKENS = 2048
+# Tokens of a step of prefill, requests that run together, and tokens of an answer.
+STEP_TOKENS, AT_ONCE, SAID_TOKENS = 512, 2, 8
 
 
 def cache_groups(bounded_replay: bool) -> list[KVCacheGroupSpec]:
@@ -89,35 +89,38 @@ class Pool:
         return self.manager.make_prefix_cache_stats()
 
 
-def rounds(
-    pool: Pool, conversations: int, length: int, added: int, count: int, at_once: int = 4, shuffle: bool = True
-) -> Iterator[float]:
-    """The hit rate, tokens hit over tokens asked, of each round in which every conversation takes one turn.
+def drawn(count: int, seed: int | str) -> list[int]:
+    """Token ids that no other seed gives."""
+    source = random.Random(seed)
+    return [source.randrange(1 << 30) for _ in range(count)]
 
-    Args:
-        length: tokens of a conversation before its first turn.
-        added: tokens that a turn adds, 8 of them said by the model.
-        at_once: requests that hold their pages together.
-        shuffle: whether the order of the conversations changes from round to round.
+
+class Agents:
+    """Conversations that take their turns round by round and grow with each.
+
+    Attributes:
+        talks: the tokens of each.
     """
-    source = random.Random(conversations)
 
-    def drawn(tokens: int) -> list[int]:
-        return [source.randrange(1 << 30) for _ in range(tokens)]
+    def __init__(self, pool: Pool, count: int, begin_tokens: int, turn_tokens: int, shuffled: bool = True):
+        """Args: turn_tokens: what a turn adds, the last `SAID_TOKENS` of it by the model; shuffled: each round anew."""
+        self._pool, self._turn_tokens, self._shuffled = pool, turn_tokens, shuffled
+        self._source = random.Random(count)
+        self.talks = [drawn(begin_tokens, f"talk {number}") for number in range(count)]
 
-    talks = [drawn(length) for _ in range(conversations)]
-    for _ in range(count):
-        order = source.sample(talks, len(talks)) if shuffle else talks
+    def round(self) -> float:
+        """A turn of each, `AT_ONCE` at a time; the hit rate: tokens that the cache had over tokens asked."""
+        order = self._source.sample(self.talks, len(self.talks)) if self._shuffled else self.talks
         hits = asked = 0
-        for first in range(0, len(order), at_once):
+        for first in range(0, len(order), AT_ONCE):
             running = []
-            for talk in order[first : first + at_once]:
-                talk += drawn(added - 8)
-                request, hit = pool.start(talk)
+            for talk in order[first : first + AT_ONCE]:
+                talk += drawn(self._turn_tokens - SAID_TOKENS, self._source.random())
+                request, hit = self._pool.start(talk)
                 hits, asked = hits + hit, asked + len(talk)
                 running.append((request, talk))
             for request, talk in running:
-                said = drawn(8)
-                pool.finish(request, said)
+                said = drawn(SAID_TOKENS, self._source.random())
+                self._pool.finish(request, said)
                 talk += said
-        yield hits / asked
+        return hits / asked
