@@ -72,7 +72,8 @@ def test_a_conversation_of_two_hundred_turns(checkpoint, tmp_path):
 
 def test_more_conversations_than_the_pool_holds(checkpoint, tmp_path):
     """Conversations that fit hit in every turn; a few too many, and nobody does, turn after turn (docs/en/api.md)."""
-    kept, room = 4, 10
+    # Pages of the pool, about 100 of which windows take while a request runs; pages of a conversation.
+    pages, held = 152, 6
 
     def turns(server, talks):
         """Tokens that the cache had for the next turn of each, one after the other."""
@@ -84,19 +85,16 @@ def test_more_conversations_than_the_pool_holds(checkpoint, tmp_path):
             talk += answer.tokens
         return served
 
-    # What one request in flight needs beside its compressed rows: windows of a step and the next, and a ring.
-    in_flight = 8 * (2 * 128 + 128) // 32 + 16
-    options = {"max_model_len": 1024, "max_num_seqs": 1, "max_num_batched_tokens": 128}
-    with serve(checkpoint, tmp_path, num_gpu_blocks_override=in_flight + kept * room, **options) as server:
-        step, smallest = steps(server)
-        assert smallest < kept * step
-        few = [prompt(kept * step, 5000 + number) for number in range(room // 2)]
+    options = {"max_model_len": 1024, "max_num_seqs": 1, "max_num_batched_tokens": 128, "num_gpu_blocks_override": pages}
+    with serve(checkpoint, tmp_path, **options) as server:
+        step, _ = steps(server)
+        talks = [prompt(held * step, 5000 + number) for number in range(pages // held + 2)]
+        few = talks[:5]
         assert turns(server, few) == [0] * len(few)
-        assert turns(server, few) == turns(server, few) == [kept * step] * len(few)
-        many = few + [prompt(kept * step, 6000 + number) for number in range(2 * room - len(few))]
-        turns(server, many)
+        assert turns(server, few) == turns(server, few) == [held * step] * len(few)
+        turns(server, talks)
         hits = server.metric("vllm:prefix_cache_group_hits_total")
-        assert turns(server, many) == [0] * len(many)
+        assert turns(server, talks) == [0] * len(talks)
         assert server.metric("vllm:prefix_cache_group_hits_total") == hits
 
 
