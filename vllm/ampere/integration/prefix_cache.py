@@ -33,7 +33,7 @@ def report(coordinator) -> None:
     )
 
 
-def find_group_hits(coordinator, request, limit_tokens: int) -> None:
+def find_group_hits(coordinator, request, limit_tokens: int, found_tokens: int) -> None:
     """Note on a request what each cache group, asked alone, could serve now: before the request takes any block.
 
     Groups that are never shared (windows with bounded replay, compressor rings) end no hit and are left out; so is
@@ -42,11 +42,15 @@ def find_group_hits(coordinator, request, limit_tokens: int) -> None:
     Args:
         coordinator: vLLM's cache coordinator.
         limit_tokens: the longest hit that the request may take.
+        found_tokens: the hit of all groups together.
     """
     if not hasattr(coordinator, "attention_groups"):
         return
-    _, tokens = coordinator.find_longest_cache_hit_per_group(request.block_hashes, limit_tokens)
     groups = coordinator.kv_cache_config.kv_cache_groups
+    if len(coordinator.attention_groups) == 1:
+        tokens = [found_tokens] * len(groups)
+    else:
+        _, tokens = coordinator.find_longest_cache_hit_per_group(request.block_hashes, limit_tokens)
     request.prefix_group_hits = {
         (str(group), get_kv_cache_spec_kind(groups[group].kv_cache_spec).value): tokens[group]
         for spec_group in coordinator.attention_groups
