@@ -90,8 +90,8 @@ def test_more_conversations_than_the_pool_holds(checkpoint, tmp_path):
             talk += answer.tokens
         return served
 
-    options = {"max_model_len": 1024, "max_num_seqs": 1, "max_num_batched_tokens": 128, "num_gpu_blocks_override": pages}
-    with serve(checkpoint, tmp_path, **options) as server:
+    options = {"max_model_len": 1024, "max_num_seqs": 1, "max_num_batched_tokens": 128}
+    with serve(checkpoint, tmp_path, num_gpu_blocks_override=pages, **options) as server:
         step, _ = steps(server)
         talks = [prompt(held * step, 5000 + number) for number in range(pages // held + 1)]
         few = talks[:2]

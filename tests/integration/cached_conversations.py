@@ -41,7 +41,7 @@ class Pool:
     """A pool of pages, and requests that take and leave them as a server's do.
 
     Attributes:
-        stats: vLLM's prefix-cache statistics since the last `drain`.
+        manager: vLLM's.
     """
 
     def __init__(self, pages: int, bounded_replay: bool = True, retention_tokens: int | None = 0):
@@ -63,7 +63,8 @@ class Pool:
     def start(self, tokens: list[int]) -> tuple[Request, int]:
         """A request that has been prefilled, and how many tokens of it the cache had."""
         self._served += 1
-        request = Request(str(self._served), list(tokens), SamplingParams(max_tokens=8), None, block_hasher=self._hasher)
+        settings = SamplingParams(max_tokens=SAID_TOKENS)
+        request = Request(str(self._served), list(tokens), settings, None, block_hasher=self._hasher)
         blocks, hit, _ = self.manager.get_computed_blocks(request)
         if hit <= self._window_tokens:  # the window is computed again, so nothing would be saved
             blocks, hit = None, 0
@@ -85,7 +86,7 @@ class Pool:
         self.manager.free(request)
 
     def drain(self):
-        """Statistics since the last call."""
+        """vLLM's prefix-cache statistics since the last call."""
         return self.manager.make_prefix_cache_stats()
 
 
