@@ -109,7 +109,7 @@ def give_up(server: Server, given: list[int]) -> None:
     request = urllib.request.Request(
         server.base_url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         answer.readline()
 
 
