@@ -88,12 +88,14 @@ class Warm:
 
     Attributes:
         answers: prompts and answers: one prompt for the second time, and one that shares its first 650 tokens.
-        hits: prompt tokens that the cache's counter says were served, over these answers.
+        hits, group_hits: prompt tokens that the cache's counters say were served, and could have been by all groups
+            together, over these answers.
         trims: `replay_trim` trace events over these answers.
     """
 
     answers: list[tuple[list[int], Completion]]
     hits: float
+    group_hits: float
     trims: list[dict]
 
 
@@ -102,9 +104,11 @@ def warm(server: Server) -> Warm:
     first = prompt(700, WARM_SEEDS[0])
     second = first[:650] + prompt(60, WARM_SEEDS[1])
     server.complete(first, 1, logprobs=False)
-    hits, trims = server.metric("vllm:prefix_cache_hits_total"), len(server.events("replay_trim"))
+    counters, trims = ("prefix_cache_hits", "prefix_cache_group_hits"), len(server.events("replay_trim"))
+    before = [server.metric(f"vllm:{name}_total") for name in counters]
     answers = [(given, server.complete(given)) for given in (first, second)]
-    return Warm(answers, server.metric("vllm:prefix_cache_hits_total") - hits, server.events("replay_trim")[trims:])
+    grown = [server.metric(f"vllm:{name}_total") - value for name, value in zip(counters, before)]
+    return Warm(answers, *grown, server.events("replay_trim")[trims:])
 
 
 def drafted(server: Server) -> tuple[list[list[int]], float, float]:

@@ -204,7 +204,7 @@ class Server:
     def _tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def post(self, path: str, body: Mapping, limit_s: float = 180.0,
+    def post(self, path: str, body: Mapping, limit_s: float = 600.0,
              headers: Mapping[str, str] | None = None) -> tuple[int, dict]:
         """HTTP status and JSON of a POST; an error status is returned, not raised."""
         headers = {"Content-Type": "application/json", **(headers or {})}
