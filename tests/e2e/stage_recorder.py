@@ -21,7 +21,7 @@ class StageRecorder:
 
         Keys: `groups`, the layers of each cache group that live here; `layers` (first, last + 1); `replay_start`, the
         layer at which bounded replay begins here, or None; `engrams`, its engram layers; `draft_embedding`, the digest
-        of the draft's token embedding, or None.
+        of the draft's token embedding, or None; `in_place`, what it receives right where its layers read it.
         """
         self.recorded, self.spoiled = {"read": [], "sent": [], "drafts": []}, None
         runner = self.model_runner
@@ -32,6 +32,8 @@ class StageRecorder:
         if speculator is not None:
             speculator.propose = self._proposing(speculator.propose, model.config.sliding_window)
         own = range(model.start_layer, model.end_layer)
+        received = runner.intermediate_tensors.tensors if runner.intermediate_tensors is not None else {}
+        read = {tensor.data_ptr() for tensor in (model.topk_indices_buffer, model.candidate_block_buffer)}
         self.start = own.start
         return {
             "groups": [group.layer_names for group in runner.kv_cache_config.kv_cache_groups],
@@ -39,6 +41,7 @@ class StageRecorder:
             "replay_start": model.decoder_replay_start if model.decoder_replay_layers else None,
             "engrams": [layer for layer in own if model.layers[layer].engram is not None],
             "draft_embedding": digest(speculator.model.model.embed_tokens.weight) if speculator is not None else None,
+            "in_place": {name for name, tensor in received.items() if tensor.data_ptr() in read},
         }
 
     def _read(self, model, args, given):

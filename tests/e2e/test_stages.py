@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from vllm.ampere.cache_layout import HEAD_DIM
 from vllm.ampere.model_spec import ModelSpec
-from vllm.ampere.pipeline_cut import cut_at, keeps_last_rows
+from vllm.ampere.pipeline_cut import CANDIDATES, LATENT, TOPK, cut_at, keeps_last_rows
 from vllm.ampere.planner.pipeline import payload_bytes
 from vllm.ampere.testing import tiny_checkpoint
 from vllm.ampere.testing.engine import OPTIONS, run
@@ -30,7 +30,6 @@ from .stage_recorder import digest
 pytestmark = pytest.mark.vllm
 TAPS = (1, 2, 4, 6)
 HIDDEN, STREAMS = 256, 4
-LATENT, TOPK, CANDIDATES = "relay_latent", "relay_topk", "relay_candidates"
 OPTIONS = OPTIONS | {"speculative_config": DRAFTS, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 1000,
                      "skip_tokenizer_init": True}
 # One short; one past top-k, candidates and a chunk's end; it again, from the prefix cache; three, one of them late.
@@ -261,6 +260,16 @@ def test_draft_loads_its_own_embedding(engines, layout):
         parts = [digest(part) for part in shard.get_tensor("embed.weight").chunk(layout.tensor)]
     held = [stage["draft_embedding"] for stage in engines.staged(layout)["stages"]]
     assert held == [None] * (len(held) - layout.tensor) + parts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_selections_are_received_where_layers_read_them(engines, layout):
+    """At fixed addresses, as a captured graph needs, and without another copy."""
+    spec, staged = engines.spec(layout), engines.staged(layout)
+    for stage in staged["stages"]:
+        cut = cut_at(spec, stage["layers"][0])
+        want = {name for name, crosses in ((TOPK, cut and cut.topk), (CANDIDATES, cut and cut.candidates)) if crosses}
+        assert stage["in_place"] == want
 
 
 def shard_of(checkpoint: Path, name: str) -> Path:

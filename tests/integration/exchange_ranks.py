@@ -22,6 +22,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm.ampere.integration.pipeline import exchange
+from vllm.ampere.pipeline_cut import TOPK
 
 # An odd number of rows, so that a half ends inside one.
 ROWS, ENTRIES, WIDTH = 3, 64, 256
@@ -44,7 +45,7 @@ class Runner:
         if get_tp_group().rank_in_group:
             selection = selection.flip(1).contiguous()
         streams = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH).bfloat16()
-        self.exchanged.append({"hidden_states": streams, exchange.TOPK: selection})
+        self.exchanged.append({"hidden_states": streams, TOPK: selection})
         return IntermediateTensors(self.exchanged[-1])
 
 

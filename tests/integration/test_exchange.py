@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm.ampere.pipeline_cut import CANDIDATES
 from vllm.ampere.testing.engine import free_port, run
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +40,7 @@ def test_slices_would_mix_the_orders(ranks):
     assert torch.equal(ranks[2][1]["hidden_states"], ranks[0][1]["hidden_states"])
 
 
-CONFIG = SimpleNamespace(candidate_topk_blocks=16, candidate_block_size=8)
+CONFIG = SimpleNamespace(candidate_topk_blocks=16, candidate_block_size=8, candidate_source_layer_id=1, compress_ratios=[0, 1])
 
 
 def tensors(**given):
@@ -50,7 +51,7 @@ def tensors(**given):
 
 @pytest.mark.parametrize("longest, sent", [(1, False), (128, False), (129, True), (4000, True)])
 def test_candidates_are_sent_from_the_length_at_which_a_block_is_left_out(longest, sent):
-    from vllm.ampere.integration.pipeline.exchange import CANDIDATES, send
+    from vllm.ampere.integration.pipeline.exchange import send
 
     own = {"hidden_states": torch.randn(3, 4), CANDIDATES: torch.randint(16, (3, 16), dtype=torch.int32)}
     out = send(tensors(**own), tensors(**own), CONFIG, torch.tensor([5, longest], dtype=torch.int32))
@@ -59,7 +60,7 @@ def test_candidates_are_sent_from_the_length_at_which_a_block_is_left_out(longes
 
 
 def test_candidates_that_were_not_sent_are_all_blocks():
-    from vllm.ampere.integration.pipeline.exchange import CANDIDATES, receive
+    from vllm.ampere.integration.pipeline.exchange import receive
 
     buffer = torch.full((3, 16), -7, dtype=torch.int32)
     assert receive(CANDIDATES, buffer, tensors(hidden_states=torch.zeros(3, 4))) is buffer

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from .model_spec import ModelSpec
 
+# Tensors from one stage to the next, beside those that upstream names.
+LATENT, TOPK, CANDIDATES = "relay_latent", "relay_topk", "relay_candidates"
+# Numbers of rows and blocks: every rank of a tensor group sends them whole, where it sends its share of the others.
+SELECTIONS = (TOPK, CANDIDATES)
+
 
 @dataclass(frozen=True)
 class Cut:

@@ -12,10 +12,7 @@ from typing import Sequence
 from ..cache_layout import HEAD_DIM
 from ..errors import UsageError
 from ..model_spec import STREAMS, ModelSpec
-from ..pipeline_cut import Cut, cut_at, scores_keys_of
-
-# Tensors of row numbers: every rank of a tensor group sends them whole, where it sends its share of the others.
-INDEX_TENSORS = ("relay_candidates", "relay_topk")
+from ..pipeline_cut import CANDIDATES, LATENT, SELECTIONS, TOPK, Cut, cut_at, scores_keys_of
 
 
 @dataclass(frozen=True)
@@ -110,12 +107,12 @@ def payload_bytes(
     kept = rows if kept is None else kept
     found = {"hidden_states": kept * STREAMS * spec.hidden_size * 2, "pre_mix": kept * STREAMS * 4}
     if cut := cut_at(spec, start):
-        found["relay_latent"] = rows * HEAD_DIM * 2
+        found[LATENT] = rows * HEAD_DIM * 2
         visible = (context or spec.max_position_embeddings) // spec.layers[cut.kv_source].ratio
         if cut.candidates and visible > spec.candidate_topk_blocks * spec.candidate_block_size:
-            found["relay_candidates"] = kept * spec.candidate_topk_blocks * 4
+            found[CANDIDATES] = kept * spec.candidate_topk_blocks * 4
         if cut.topk:
-            found["relay_topk"] = kept * spec.index_topk * 4
+            found[TOPK] = kept * spec.index_topk * 4
     features = sum(tap <= start for tap in spec.dspark_target_layer_ids) if draft else 0
     return found | {f"aux_hidden_states_{tap}": kept * spec.hidden_size * 2 for tap in range(features)}
 
@@ -129,4 +126,4 @@ def crossing_bytes(
 
 def sent_bytes(payload: dict[str, int], tensor: int) -> int:
     """What one rank of a tensor group of `tensor` sends of a payload."""
-    return sum(size if name in INDEX_TENSORS else -(-size // tensor) for name, size in payload.items())
+    return sum(size if name in SELECTIONS else -(-size // tensor) for name, size in payload.items())

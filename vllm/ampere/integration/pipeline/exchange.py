@@ -3,11 +3,11 @@
 
 import torch
 
-LATENT, TOPK, CANDIDATES = "relay_latent", "relay_topk", "relay_candidates"
+from ...pipeline_cut import CANDIDATES, SELECTIONS
 
 # A tensor group sends a tensor in slices, one from each rank, and puts them together again. Two ranks may hold the
 # same selection in another order: a row put together from both would name one entry twice and lack another.
-WHOLE = {TOPK: False, CANDIDATES: False}
+WHOLE = dict.fromkeys(SELECTIONS, False)
 
 
 def receive(name: str, buffer: torch.Tensor, received) -> torch.Tensor:
@@ -35,8 +35,9 @@ def send(tensors, own, config, seq_lens: torch.Tensor):
         seq_lens: int32 [requests] on the host, upper bounds of their lengths.
     """
     tensors.tensors.update(own.tensors)
-    positions = getattr(config, "candidate_topk_blocks", 0) * getattr(config, "candidate_block_size", 0)
-    # As long as all blocks of a context are candidates there is nothing to say about them. Ratio 1 has as many rows.
-    if CANDIDATES in tensors.tensors and int(seq_lens.max()) <= positions:
-        del tensors.tensors[CANDIDATES]
+    if CANDIDATES in tensors.tensors:
+        ratio = config.compress_ratios[config.candidate_source_layer_id]
+        # As long as all blocks of a context are candidates there is nothing to say about them.
+        if int(seq_lens.max()) <= config.candidate_topk_blocks * config.candidate_block_size * ratio:
+            del tensors.tensors[CANDIDATES]
     return tensors

@@ -7,10 +7,9 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.models.deepseek_v41.nvidia.model import DeepseekV4Model
 from vllm.sequence import IntermediateTensors
 
-from ...pipeline_cut import cut_at, keeps_last_rows, scores_keys_of
+from ...pipeline_cut import CANDIDATES, LATENT, TOPK, cut_at, keeps_last_rows, scores_keys_of
 from .. import gate
 from .cuts import model_spec, relayed_cuts
-from .exchange import CANDIDATES, LATENT, TOPK
 from .replay import StageReplayLayers
 from .shadow import ShadowSource
 
