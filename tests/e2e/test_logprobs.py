@@ -21,6 +21,18 @@ def test_generated_tokens(session, length):
     session.assert_agrees("plain", f"{length} tokens", prompt(length), answer)
 
 
+@pytest.mark.parametrize("narrow", [{"top_p": 1e-6}, {"top_k": 1}, {"top_k": 50, "top_p": 1e-6}], ids=str)
+def test_sampling_narrowed_to_one_token_takes_the_likeliest(session, narrow):
+    """Or one as likely: bfloat16 logits tie."""
+    body = {"model": str(session.checkpoint("sharp")), "prompt": prompt(20), "max_tokens": 8, "ignore_eos": True,
+            "temperature": 1.0, "logprobs": 2, **narrow}
+    status, answer = session.server("plain").post("/v1/completions", body)
+    assert status == 200, answer
+    shown = answer["choices"][0]["logprobs"]
+    assert shown["token_logprobs"] == [max(likeliest.values()) for likeliest in shown["top_logprobs"]]
+    assert len(shown["token_logprobs"]) == 8
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rule_is_noticed(session, name):
     """The same answers against a reference with one rule broken: past the bound at one length or more."""

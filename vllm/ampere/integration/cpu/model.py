@@ -24,6 +24,7 @@ import vllm.models.deepseek_v41.compressor as compressor
 import vllm.models.deepseek_v41.nvidia.dspark as dspark
 import vllm.models.deepseek_v41.nvidia.model as model
 import vllm.v1.attention.backends.mla.sparse_swa as sparse_swa
+import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
 import vllm.v1.worker.utils as worker_utils
 from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
@@ -69,6 +70,7 @@ replace(
     kernels.WindowIndices(sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL),
 )
 replace(worker_utils.KVBlockZeroer, "zero_block_ids", kernels.zero_blocks)
+replace(topk_topp, "HAS_TRITON", False)  # the interpreter does not run its kernel; PyTorch's path is beside it
 
 from vllm.models.deepseek_v41 import DeepseekV41ForCausalLM  # noqa: E402,F401
 from vllm.models.deepseek_v41.nvidia.dspark import DSparkDeepseekV4ForCausalLM  # noqa: E402,F401
