@@ -26,7 +26,7 @@ BLOCKS = 150
 # each, several hundred MiB until all numbers up to the step's limit have been seen. With room for 256 they are full
 # after a hundred requests; what grows from then on is a leak, and this is the most of it, in MiB.
 FEW_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
-GROWTH_MIB = 48
+GROWTH_MIB = 32
 
 
 @pytest.fixture(scope="module")
