@@ -48,14 +48,14 @@ def apart(seen: dict, want: dict) -> float:
     return rms(rows(seen, 512)[:same], rows(want, 512)[:same])
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("scenario", ALONE)
 @pytest.mark.parametrize("layout", STAGED)
-def test_stages_equal_one_card(engines, figures, layout, name):
+def test_stages_equal_one_card(engines, figures, layout, scenario):
     """One request in flight: the same batches, so the same bits as far as one card repeats its own."""
-    seen, want, again = engines.scenario(layout, name), engines.same(layout, name), engines.scenario(AGAIN, name)
-    differ, spread = differences(seen, want), differences(again, engines.scenario(ONE, name))
-    limit = 1.5 * apart(again, engines.scenario(ONE, name))
-    figures[f"{layout}, {name}"] = f"differ in {differ or 'nothing'} (rms {apart(seen, want):.6f}), one card twice in {spread or 'nothing'}"
+    seen, want, again = engines.scenario(layout, scenario), engines.same(layout, scenario), engines.scenario(AGAIN, scenario)
+    differ, spread = differences(seen, want), differences(again, engines.scenario(ONE, scenario))
+    limit = 1.5 * apart(again, engines.scenario(ONE, scenario))
+    figures[f"{layout}, {scenario}"] = f"differ in {differ or 'nothing'} (rms {apart(seen, want):.6f}), one card twice in {spread or 'nothing'}"
     assert drafted(want) and seen["answers"][0]
     if not spread:
         assert not differ
@@ -111,20 +111,20 @@ def test_graphs_and_replay(engines, figures, layout):
     assert result["scenarios"]["warm"]["cached"] > 2_000
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("scenario", GENERATED)
 @pytest.mark.parametrize("layout", GROUPS)
-def test_tensor_group_against_one_card(engines, figures, layout, name):
+def test_tensor_group_against_one_card(engines, figures, layout, scenario):
     """As near to the reference as one card, and as near to one card as that is to the reference."""
-    seen, want = engines.scenario(layout, name), engines.scenario(EAGER if layout.eager else ONE, name)
-    spread = apart(engines.scenario(AGAIN, name), engines.scenario(ONE, name))
-    given = SCENARIOS[name][0][0]
+    seen, want = engines.scenario(layout, scenario), engines.scenario(EAGER if layout.eager else ONE, scenario)
+    spread = apart(engines.scenario(AGAIN, scenario), engines.scenario(ONE, scenario))
+    given = SCENARIOS[scenario][0][0]
     errors = []
     for run in (seen, want):
         with torch.device("cuda"):
             decoder = replaying(decoder_of(engines.checkpoint))
             logits = engine_logits(decoder, given, run["answers"][0], run["cached"], CHUNK)
         errors.append(rms(rows(run, 512), logits.log_softmax(-1).cpu()))
-    figures[f"{layout}, {name}"] = (f"to one card {apart(seen, want):.4f}, to the reference {errors[0]:.4f}, one card to it {errors[1]:.4f}, "
+    figures[f"{layout}, {scenario}"] = (f"to one card {apart(seen, want):.4f}, to the reference {errors[0]:.4f}, one card to it {errors[1]:.4f}, "
                                     f"one card twice {spread:.4f}")
     assert apart(seen, want) <= 1.5 * max(spread, errors[1])
     assert errors[0] <= 1.25 * errors[1] + 0.01
