@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import receipt  # noqa: E402
-from vllm.ampere.planner.inventory import LINKS, Link, LinkKind, Sample  # noqa: E402
+from vllm.ampere.planner.inventory import LINKS, LinkKind, Sample  # noqa: E402
 from vllm.ampere.planner.latency import all_reduce_us  # noqa: E402
 from vllm.ampere.planner.probe import fit  # noqa: E402
 
@@ -45,8 +46,10 @@ def child(folder: Path) -> None:
             continue
         values = torch.full((nbytes // 2,), cards.rank + 1.0, dtype=torch.bfloat16, device=cards.device)
         want = sum(range(1, dist.get_world_size() + 1))
-        assert own.should_custom_ar(values) and own.custom_all_reduce(values).eq(want).all(), f"{nbytes} bytes: a wrong sum"
-        found["vllm"][nbytes] = cards.microseconds(lambda: own.custom_all_reduce(values), nbytes, everyone, own.capture)
+        call = partial(own.custom_all_reduce, values)
+        if not call().eq(want).all():
+            raise ValueError(f"{nbytes} bytes: a wrong sum")
+        found["vllm"][nbytes] = cards.microseconds(call, nbytes, everyone, own.capture)
     if cards.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -60,7 +63,7 @@ def samples_of(times: dict[str, float], cards: int) -> list[Sample]:
 def figures_of(found: dict, cards: int) -> list[dict]:
     """Times, and the model's over NCCL's and over the kernel's."""
     figures = []
-    models: dict[str, Link] = {"shipped": LINKS[LinkKind.NVLINK], "fitted": fit(samples_of(found["nccl"], cards))}
+    models = {"shipped": LINKS[LinkKind.NVLINK], "fitted": fit(samples_of(found["nccl"], cards))}
     for nbytes in map(str, SIZES):
         name = f"all_reduce/{cards}x{int(nbytes) >> 10}KiB"
         for what in ("nccl", "vllm"):
@@ -91,15 +94,15 @@ def main() -> None:
     if torch.cuda.device_count() < arguments.cards:
         sys.exit(f"error: {arguments.cards} cards are needed, {torch.cuda.device_count()} are here")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.cards}", __file__,
-                   "--child", folder]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={arguments.cards}", __file__, "--child", folder]
         ended = subprocess.run(command, timeout=LIMIT_S)
         if ended.returncode:
             sys.exit(f"error: the measurement ended with {ended.returncode}")
         found = json.loads(Path(folder, "found.json").read_text())
     figures = figures_of(found, arguments.cards)
-    receipt.write(arguments.output, "all-reduce", "NCCL through PyTorch, and vLLM's custom all-reduce as built for the card at hand",
-                  "each sum of vLLM's kernel is checked before it is timed", figures, found)
+    scope = "NCCL through PyTorch, and vLLM's custom all-reduce as built for the card at hand"
+    receipt.write(arguments.output, "all-reduce", scope, "each sum of vLLM's kernel is checked first", figures, found)
     if not found["own_kernel"]:
         print("vLLM's own kernel does not run here: its log says why", file=sys.stderr)
     for figure in figures:

@@ -28,7 +28,8 @@ SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 def options_of(partition: str) -> dict:
     """Engine keywords of a partition."""
-    return {"pipeline_parallel_size": len(partition.split(",")), "worker_extension_cls": "benchmarks.pipeline_worker.LinkCounter"}
+    stages = len(partition.split(","))
+    return {"pipeline_parallel_size": stages, "worker_extension_cls": "benchmarks.pipeline_worker.LinkCounter"}
 
 
 def spec_of(folder: Path) -> ModelSpec:
@@ -97,8 +98,8 @@ def main() -> None:
         spec = spec_of(Path(folder))
         found = run_engines(Path(folder), __file__, engines)
     figures = figures_of(spec, found)
-    receipt.write(arguments.output, "pipeline", "sm_80 code on the cards named; one rank's share of TP8, no tensor group, weights drawn",
-                  "tests/gpu/engine/test_two_cards.py of the same commit; bytes of every step are compared here", figures, found)
+    scope = "sm_80 code on the cards named; one rank's share of TP8 without its tensor group; weights are random"
+    receipt.write(arguments.output, "pipeline", scope, "tests/gpu/engine/test_two_cards.py of the same commit", figures, found)
     for figure in figures:
         print(f"{figure['value']:>14}  {figure['unit']:<9} {figure['id']}")
 

@@ -15,7 +15,7 @@ class LinkCounter:
     """Methods of a worker, called through `collective_rpc`."""
 
     def take_sent(self) -> list[dict]:
-        """Of each step since the last call that sent something: tensor name -> (rows, bytes). The first call starts it."""
+        """Of each step that sent something since the last call: tensor name -> (rows, bytes). The first call starts it."""
         if not hasattr(self, "sent"):
             self.sent, execute = [], self.model_runner.execute_model
 

@@ -124,7 +124,7 @@ class StageRecorder:
 
         Keys: `read`, (token ids, positions, look-back ids or None) of the step; `sent`, name -> (dtype, shape, bytes);
         `drafts`, (requests, digest of the rows of each tap that the draft may see, drafted tokens or None where none
-        were asked for). With CUDA graphs `read` lacks the steps of a FULL one. Besides: `graphs`, the mode of every step
+        were asked for). With CUDA graphs `read` lacks the steps of a FULL one. Besides: `graphs`, the mode of each step
         in one; `collectives` of an eager tensor group, (layer or "outside", name, shape) each.
         """
         taken, self.recorded = self.recorded, self._nothing()

@@ -55,7 +55,8 @@ def test_stages_equal_one_card(engines, figures, layout, scenario):
     seen, want, again = engines.scenario(layout, scenario), engines.same(layout, scenario), engines.scenario(AGAIN, scenario)
     differ, spread = differences(seen, want), differences(again, engines.scenario(ONE, scenario))
     limit = 1.5 * apart(again, engines.scenario(ONE, scenario))
-    figures[f"{layout}, {scenario}"] = f"differ in {differ or 'nothing'} (rms {apart(seen, want):.6f}), one card twice in {spread or 'nothing'}"
+    figures[f"{layout}, {scenario}"] = (
+        f"differ in {differ or 'nothing'} (rms {apart(seen, want):.6f}), one card twice in {spread or 'nothing'}")
     assert drafted(want) and seen["answers"][0]
     if not spread:
         assert not differ
@@ -66,16 +67,15 @@ def test_stages_equal_one_card(engines, figures, layout, scenario):
 @pytest.mark.parametrize("layout", STAGED)
 def test_several_requests_equal_the_replay_of_their_schedule(engines, figures, layout):
     """Six requests over stages, and one card that executes the same scheduler outputs."""
-    if layout is ONE_CARD:
-        engines.result(layout)  # its failure is more telling than what lacks after it
     seen, want = engines.scenario(layout, "several"), engines.same(layout, "several")
     assert any(len(requests) > 1 for requests, *_ in seen["steps"]) and drafted(want)
     found = differences(seen, want)
     figures[f"{layout}, several"] = f"differ in {found or 'nothing'}"
     if not any(differences(engines.scenario(AGAIN, name), engines.scenario(ONE, name)) for name in ALONE):
         assert not found
-    answers = [common(tokens, others) for tokens, others in zip(seen["answers"], engines.scenario(ONE, "several")["answers"])]
-    assert sum(answers) > 0.5 * NEW_TOKENS * len(answers), answers  # batched otherwise by itself, yet no other text
+    alone = engines.scenario(EAGER if layout.eager else ONE, "several")["answers"]
+    equal = [common(tokens, others) for tokens, others in zip(seen["answers"], alone)]
+    assert sum(equal) > 0.5 * NEW_TOKENS * len(equal), equal  # by itself it batches otherwise, yet writes the same text
 
 
 @pytest.mark.parametrize("layout", STAGED)
@@ -102,7 +102,9 @@ def test_bytes_over_the_cut(engines, figures, layout):
 def test_graphs_and_replay(engines, figures, layout):
     """Each worker runs FULL and PIECEWISE graphs, or none where it is eager, and replay leaves rows out of long steps."""
     result = engines.result(layout)
-    modes = [Counter(mode for run in result["scenarios"].values() for mode in run["workers"][number]["graphs"]) for number in range(2)]
+    workers = zip(*(run["workers"] for run in result["scenarios"].values()))
+    modes = [Counter(mode for part in parts for mode in part["graphs"]) for parts in workers]
+    assert len(modes) == 2
     figures[f"{layout}, steps in graphs"] = list(map(dict, modes))
     for counted in modes:
         assert set(counted) == (set() if layout.eager else {"FULL", "PIECEWISE"})
@@ -124,8 +126,9 @@ def test_tensor_group_against_one_card(engines, figures, layout, scenario):
             decoder = replaying(decoder_of(engines.checkpoint))
             logits = engine_logits(decoder, given, run["answers"][0], run["cached"], CHUNK)
         errors.append(rms(rows(run, 512), logits.log_softmax(-1).cpu()))
-    figures[f"{layout}, {scenario}"] = (f"to one card {apart(seen, want):.4f}, to the reference {errors[0]:.4f}, one card to it {errors[1]:.4f}, "
-                                    f"one card twice {spread:.4f}")
+    figures[f"{layout}, {scenario}"] = (
+        f"to one card {apart(seen, want):.4f}, to the reference {errors[0]:.4f}, one card to it {errors[1]:.4f}, "
+        f"one card twice {spread:.4f}")
     assert apart(seen, want) <= 1.5 * max(spread, errors[1])
     assert errors[0] <= 1.25 * errors[1] + 0.01
     tokens, others = seen["answers"][0], want["answers"][0]
@@ -147,5 +150,6 @@ def test_every_collective_once_a_layer(engines, figures, layout):
         want = Counter({(layer, "all_reduce"): REDUCTIONS_PER_LAYER * steps for layer in range(spec.num_hidden_layers)})
         want |= Counter({(layer, "all_gather"): steps for layer in spec.engram_layer_ids})
         assert steps > 0 and Counter({key: n for key, n in found.items() if key[0] != "outside"}) == want
-    figures[f"{layout}, collectives"] = dict(Counter(f"{what} {'outside' if where == 'outside' else 'in layers'}" for where, what, _ in first))
+    outside = Counter(what for where, what, _ in first if where == "outside")
+    figures[f"{layout}, collectives of the last scenario outside the layers, in {steps:.0f} steps"] = dict(outside)
     figures[f"{layout}, vLLM's own all-reduce"] = [stage["custom_all_reduce"] for stage in result["stages"]]

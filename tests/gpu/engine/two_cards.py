@@ -84,7 +84,7 @@ class Engines:
 
     def start(self, layouts) -> None:
         """Start layouts; those of one process last, since they execute what the others scheduled."""
-        self._wanted = sorted(set(layouts), key=lambda layout: (layout.partition == (8,) and layout.tensor == 1, str(layout)))
+        self._wanted = sorted(set(layouts), key=lambda layout: (len(layout.partition) * layout.tensor == 1, str(layout)))
         for layout in self._wanted:
             self._results[layout] = self._pool.submit(self._run, layout)
 
@@ -150,8 +150,8 @@ class Engines:
 
 
 def rows(run: dict, vocabulary: int) -> torch.Tensor:
-    """float32 [generated tokens, vocabulary] of log-probabilities, of a run with one request that ends by its length."""
-    steps = [(torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1])) for _, tokens, arrays in run["steps"] if any(tokens)]
-    ids, values = (torch.cat(parts) for parts in zip(*steps))
+    """float32 [generated tokens, vocabulary] of log-probabilities, of a run with one request."""
+    sampled = [arrays[:2] for _, tokens, arrays in run["steps"] if any(tokens)]
+    ids, values = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*sampled))
     found = torch.full((len(ids), vocabulary), torch.nan).scatter_(1, ids.long(), values.float())
     return found[: len(run["answers"][0])]

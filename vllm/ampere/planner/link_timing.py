@@ -77,7 +77,7 @@ class Cards:
     def microseconds(
         self, call: Callable[[], object], nbytes: int, group: dist.ProcessGroup | None, around: Callable = nullcontext
     ) -> float:
-        """Time of a call that every member of a group makes; the slowest member's. `around` as in `seconds_of_graph`."""
+        """Time of a call that every member of a group makes; the slowest one's. `around` as in `seconds_of_graph`."""
         repeats = min(MOST_REPEATS, max(LEAST_REPEATS, ROUND_BYTES // nbytes))
         for _ in range(LEAST_REPEATS):
             call()
