@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.e2e.collectives import expected, in_layers
 from tests.e2e.replay import engine_logits, replaying
 from tests.e2e.stage_differences import differences, drafted
 from vllm.ampere.pipeline_cut import CANDIDATES, LATENT, TOPK
-from vllm.ampere.planner.latency import REDUCTIONS_PER_LAYER
 from vllm.ampere.planner.pipeline import payload_bytes
 
 from .measures import common, rms
@@ -140,16 +140,13 @@ def test_tensor_group_against_one_card(engines, figures, layout, scenario):
 
 @pytest.mark.parametrize("layout", [case for case in GROUPS if case.values[0].eager])
 def test_every_collective_once_a_layer(engines, figures, layout):
-    """A step sums twice a layer, no more and no less, on both ranks alike; engrams gather their heads once."""
+    """A step sums twice a layer, no more and no less, on both ranks alike."""
     spec, result = engines.spec, engines.result(layout)
     for run in result["scenarios"].values():
-        first, second = (worker["collectives"] for worker in run["workers"])
-        assert first == second
-        found = Counter((where, what) for where, what, _ in first)
-        steps = found[0, "all_reduce"] / REDUCTIONS_PER_LAYER
-        want = Counter({(layer, "all_reduce"): REDUCTIONS_PER_LAYER * steps for layer in range(spec.num_hidden_layers)})
-        want |= Counter({(layer, "all_gather"): steps for layer in spec.engram_layer_ids})
-        assert steps > 0 and Counter({key: n for key, n in found.items() if key[0] != "outside"}) == want
-    outside = Counter(what for where, what, _ in first if where == "outside")
-    figures[f"{layout}, collectives of the last scenario outside the layers, in {steps:.0f} steps"] = dict(outside)
+        first, second = run["workers"]
+        assert first["collectives"] == second["collectives"]
+        steps = len(first["read"])
+        assert steps and in_layers(first) == expected(spec, range(spec.num_hidden_layers), steps)
+    outside = Counter(name for where, name, _ in first["collectives"] if where == "outside")
+    figures[f"{layout}, collectives outside the layers, in {steps} steps"] = dict(outside)
     figures[f"{layout}, vLLM's own all-reduce"] = [stage["custom_all_reduce"] for stage in result["stages"]]

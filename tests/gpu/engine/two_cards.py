@@ -153,7 +153,8 @@ class Engines:
 
 def rows(run: dict, vocabulary: int) -> torch.Tensor:
     """float32 [generated tokens, vocabulary] of log-probabilities, of a run with one request."""
-    sampled = [arrays[:2] for _, tokens, arrays in run["steps"] if any(tokens)]
+    # A step has rows of drafts that it rejected as well.
+    sampled = [[part[: len(tokens[0])] for part in arrays[:2]] for _, tokens, arrays in run["steps"] if any(tokens)]
     ids, values = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*sampled))
     found = torch.full((len(ids), vocabulary), torch.nan).scatter_(1, ids.long(), values.float())
     return found[: len(run["answers"][0])]
