@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -89,7 +90,10 @@ def fill(parameter, low=None, high=None, seed=0, name="") -> None:
 
 
 def measure(llm, requests: int, context: int) -> dict:
-    """Prefill seconds, and seconds between the steps in which every request got a token."""
+    """Prefill seconds, seconds between answers of a step once every request decodes, and seconds a token of each request.
+
+    Over pipeline stages the requests may be in two batches, each of which answers by itself: the last is what compares.
+    """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -99,31 +103,41 @@ def measure(llm, requests: int, context: int) -> dict:
     for number in range(requests):
         tokens = [drawn.randrange(5, 4_000) for _ in range(context)]
         engine.add_request(f"{requests}-{context}-{number}", {"prompt_token_ids": tokens}, sampling)
-    counts, ends, prefill_s = {}, [], None
+    counts, ends, tokens, prefill_s = {}, [], [], None
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        outputs = engine.step()
+        for output in outputs:
             counts[output.request_id] = len(output.outputs[0].token_ids)
-        if len(counts) == requests:
+        if outputs and len(counts) == requests:
             prefill_s = prefill_s or time.perf_counter() - start
             if max(counts.values()) < DECODE_TOKENS:
                 ends.append(time.perf_counter())
-    return {"prefill_s": prefill_s, "steps_s": [b - a for a, b in zip(ends[4:], ends[5:])]}
+                tokens.append(sum(counts.values()))
+    token_s = (ends[-1] - ends[4]) / (tokens[-1] - tokens[4]) * requests
+    return {"prefill_s": prefill_s, "steps_s": [b - a for a, b in zip(ends[4:], ends[5:])], "token_s": token_s}
 
 
-def child(folder: Path) -> None:
-    """One engine: load, wait for the card to be free, measure every point, print JSON."""
+def child(folder: Path, options: dict, after: Callable = lambda llm: None) -> None:
+    """One engine: load, wait for the card to be free, measure every point, print JSON.
+
+    Args:
+        folder: with the config.json; engines that share it take turns.
+        options: engine keywords on top of `OPTIONS`.
+        after: called with the engine behind each point; what it returns is in the point's `extra`.
+    """
     from vllm import LLM
     from vllm.model_executor.model_loader import dummy_loader
 
     dummy_loader.initialize_single_dummy_weight = fill
     start = time.perf_counter()
-    llm = LLM(model=str(folder), **OPTIONS)
+    llm = LLM(model=str(folder), **OPTIONS | options)
     found = {"load_s": time.perf_counter() - start}
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         measure(llm, 2, 600)
+        after(llm)
         for requests, context in POINTS:
-            found[f"bs{requests}-ctx{context}"] = measure(llm, requests, context)
+            found[f"bs{requests}-ctx{context}"] = measure(llm, requests, context) | {"extra": after(llm)}
     print("RESULT " + json.dumps(found), flush=True)
     os._exit(0)
 
@@ -137,13 +151,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="receipt to write")
     parser.add_argument("--modes", nargs="+", default=["native", "sm80"], choices=["native", "sm80", "sm86"])
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--name", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        return child(arguments.child)
+        return child(arguments.child, {})
     if not arguments.output:
         parser.error("--output says where the receipt goes")
     with tempfile.TemporaryDirectory() as folder:
-        found = run_modes(Path(folder), arguments.modes)
+        write_config(Path(folder))
+        modes = {mode: {} if mode == "native" else {"VLLM_AMPERE_ASSUME": mode} for mode in arguments.modes}
+        found = run_engines(Path(folder), __file__, modes)
     first = arguments.modes[0]
     figures = []
     for mode in arguments.modes:
@@ -166,20 +183,24 @@ def main() -> None:
         print(f"{figure['value']:>12}  {figure['unit']:<12} {figure['id']}")
 
 
-def run_modes(folder: Path, modes: list[str]) -> dict[str, dict]:
-    """Mode -> what its child measured."""
-    write_config(folder)
+def run_engines(folder: Path, script: str, engines: dict[str, dict]) -> dict[str, dict]:
+    """Name -> what the child of `script` measured.
+
+    Args:
+        folder: with the config.json.
+        engines: name -> environment of its child, which is called with `--child FOLDER --name NAME`.
+    """
     children = {}
-    for mode in modes:
-        env = {"TRITON_CACHE_DIR": str(folder / f"triton-{mode}")} | ({} if mode == "native" else {"VLLM_AMPERE_ASSUME": mode})
-        log = open(folder / f"{mode}.log", "w+")
-        command = [sys.executable, __file__, "--child", str(folder)]
-        children[mode] = subprocess.Popen(command, env=os.environ | ENVIRONMENT | env, stdout=log, stderr=subprocess.STDOUT), log
+    for name, variables in engines.items():
+        env = {"TRITON_CACHE_DIR": str(folder / f"triton-{variables.get('VLLM_AMPERE_ASSUME', 'native')}")} | variables
+        log = open(folder / f"{name}.log", "w+")
+        command = [sys.executable, script, "--child", str(folder), "--name", name]
+        children[name] = subprocess.Popen(command, env=os.environ | ENVIRONMENT | env, stdout=log, stderr=subprocess.STDOUT), log
     while all(process.poll() is None for process, _ in children.values()):
         time.sleep(0.5)
     failed = any(process.poll() for process, _ in children.values())
     found = {}
-    for mode, (process, log) in children.items():
+    for name, (process, log) in children.items():
         if failed and process.poll() is None:
             process.kill()
         process.wait()
@@ -187,8 +208,8 @@ def run_modes(folder: Path, modes: list[str]) -> dict[str, dict]:
         lines = log.read().splitlines()
         results = [line for line in lines if line.startswith("RESULT ")]
         if not results:
-            sys.exit(f"error: the {mode} engine ended with {process.returncode}:\n" + "\n".join(lines[-60:]))
-        found[mode] = json.loads(results[0].removeprefix("RESULT "))
+            sys.exit(f"error: the {name} engine ended with {process.returncode}:\n" + "\n".join(lines[-60:]))
+        found[name] = json.loads(results[0].removeprefix("RESULT "))
     return found
 
 

@@ -9,7 +9,8 @@ JOB has `checkpoint`, `options` (engine keywords), `sampling` (keywords of Sampl
 [seed, width, height]}), `spoil` (name of a tensor -> scenario that runs once more with it spoiled), `replays` (files
 that this script wrote, of which it executes the last scenario) and `output`. With CONNECTION, the descriptor of one end
 of a `multiprocessing.Pipe`, only the first three count: the engine says what its stages are, then answers calls of
-methods of `Recorded` until the other end is closed. The pickled result has
+methods of `Recorded` until the other end is closed. With a `node_rank` above 0 among the options it only runs that node's
+workers, until the file `until` of the job appears. The pickled result has
     groups: the layers of every cache group, sorted;
     stages: a dict of `StageRecorder.record_stage` for every worker;
     scenarios, spoiled, replayed: runs, by scenario, by tensor, and by file.
@@ -30,6 +31,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -39,6 +41,7 @@ import numpy as np
 from stage_differences import in_step
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+EXTENSION = "stage_recorder.StageRecorder"
 
 
 def fresh() -> dict:
@@ -63,7 +66,7 @@ class Recorded:
     def __init__(self, checkpoint: str, options: dict, sampling: dict):
         from vllm import LLM, SamplingParams
 
-        self.llm = LLM(model=checkpoint, worker_extension_cls="stage_recorder.StageRecorder", **options)
+        self.llm = LLM(model=checkpoint, worker_extension_cls=EXTENSION, **options)
         common = {"temperature": 0, "ignore_eos": True, "detokenize": False}
         self.sampling = partial(SamplingParams, **common | sampling)
         self.engine = self.llm.llm_engine
@@ -159,7 +162,23 @@ def serve(engine: Recorded, calls: Connection) -> None:
         calls.send(getattr(engine, method)(*arguments))
 
 
+def follow(job: dict) -> None:
+    """Run this node's workers until the file `until` of the job appears."""
+    from vllm import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    options = job["options"] | {"worker_extension_cls": EXTENSION}
+    config = EngineArgs(model=job["checkpoint"], **options).create_engine_config(headless=True)
+    executor = MultiprocExecutor(config, monitor_workers=False)
+    executor.start_worker_monitor()
+    while not Path(job["until"]).exists() and not executor.is_failed:
+        time.sleep(0.5)
+    executor.shutdown()
+
+
 def main(job: dict, *descriptor: str) -> None:
+    if job["options"].get("node_rank"):
+        return follow(job)
     engine = Recorded(job["checkpoint"], job["options"], job["sampling"])
     if descriptor:
         return serve(engine, Connection(int(descriptor[0])))

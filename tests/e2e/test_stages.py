@@ -23,6 +23,7 @@ from vllm.ampere.planner.pipeline import payload_bytes
 from vllm.ampere.testing import tiny_checkpoint
 from vllm.ampere.testing.engine import OPTIONS, run
 
+from .collectives import expected, in_layers
 from .scenarios import DRAFTS, prompt
 from .stage_differences import differences, drafted
 from .stage_recorder import digest
@@ -251,6 +252,17 @@ def test_every_stage_reads_the_tokens(engines, layout):
             for (*rows, before), (*same_rows, same_before) in zip(worker["read"], want):
                 assert rows == same_rows
                 assert before == (same_before if stage["engrams"] else None)
+
+
+@pytest.mark.parametrize("layout", [case for case in LAYOUTS if case.values[0].tensor > 1])
+def test_every_collective_once_a_layer(engines, layout):
+    """A step sums twice a layer, no more and no less, on every rank alike; an engram gathers twice."""
+    staged, spec = engines.staged(layout), engines.spec(layout)
+    for seen in staged["scenarios"].values():
+        for number, (stage, worker) in enumerate(zip(staged["stages"], seen["workers"], strict=True)):
+            assert worker["read"] and in_layers(worker) == expected(spec, range(*stage["layers"]), len(worker["read"]))
+            first = seen["workers"][number - number % layout.tensor]
+            assert worker["collectives"] == first["collectives"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

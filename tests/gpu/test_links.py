@@ -7,7 +7,7 @@ import torch
 from vllm.ampere.planner import probe
 from vllm.ampere.planner.inventory import Inventory, LinkKind
 
-pytestmark = pytest.mark.multi_gpu
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")]
 
 
 def test_links_of_these_cards():

@@ -2,22 +2,18 @@
 """The runs of this session, and the reference decoder on the card."""
 
 import importlib.util
-import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from tests.e2e.replay import engine_logits, replaying
-from vllm.ampere.model_spec import ModelSpec
 from vllm.ampere.testing.reference_decoder import ReferenceDecoder
-from vllm.ampere.testing.reference_rounding import ENGINE
-from vllm.ampere.testing.reference_weights import load_weights
-from vllm.ampere.testing.token_classes import token_classes
 
+from .reference import decoder_of
 from .runs import OPTIONS, RUNS, Runner, obstacle
 
 RUNS_OF = pytest.StashKey["Runs"]()
+FIGURES = pytest.StashKey[dict]()
 
 
 def pytest_collection_modifyitems(items):
@@ -35,7 +31,7 @@ def pytest_collection_finish(session):
     wanted = [name for item in session.items if not item.get_closest_marker("skip") for name in needed(item)]
     if wanted and not session.config.option.collectonly:
         runner = Runner(session.config._tmp_path_factory.mktemp("engines"))
-        session.config.stash[RUNS_OF] = Runs(runner)
+        session.config.stash[RUNS_OF] = Runs(runner, session.config.stash.setdefault(FIGURES, {}))
         runner.start(dict.fromkeys(wanted))
 
 
@@ -52,8 +48,8 @@ class Runs:
         figures: label -> what a comparison gave; printed at the end.
     """
 
-    def __init__(self, runner: Runner):
-        self.runner, self.figures, self._parts = runner, {}, {}
+    def __init__(self, runner: Runner, figures: dict):
+        self.runner, self.figures = runner, figures
 
     def __getattr__(self, name):
         return getattr(self.runner, name)
@@ -77,13 +73,7 @@ class Runs:
             return self._decoder(checkpoint).logits(given)[:-1].log_softmax(-1).cpu()
 
     def _decoder(self, checkpoint: str) -> ReferenceDecoder:
-        if checkpoint not in self._parts:
-            path = self.runner.checkpoint(checkpoint)
-            spec = ModelSpec.from_config(json.loads((path / "config.json").read_text()))
-            classes = token_classes(Tokenizer.from_file(str(path / "tokenizer.json")))
-            weights = {key: value.cuda() for key, value in load_weights(path, spec).items()}
-            self._parts[checkpoint] = spec, weights, classes
-        return ReferenceDecoder(*self._parts[checkpoint], ENGINE)
+        return decoder_of(self.runner.checkpoint(checkpoint))
 
 
 @pytest.fixture(scope="session")
@@ -91,8 +81,14 @@ def runs(request):
     return request.config.stash[RUNS_OF]
 
 
+@pytest.fixture(scope="session")
+def figures(request) -> dict:
+    """Label -> what a comparison gave; printed at the end."""
+    return request.config.stash.setdefault(FIGURES, {})
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    if RUNS_OF in config.stash:
+    if config.stash.get(FIGURES, None):
         terminalreporter.section("engines: figures")
-        for label, value in config.stash[RUNS_OF].figures.items():
+        for label, value in config.stash[FIGURES].items():
             terminalreporter.write_line(f"{label}: {value}")

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Callable
 
@@ -24,10 +25,10 @@ ROUND_BYTES = 256 << 20
 LEAST_REPEATS, MOST_REPEATS = 2, 50
 
 
-def seconds_of_graph(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call among `repeats` in a CUDA graph."""
+def seconds_of_graph(call: Callable[[], object], repeats: int, around: Callable = nullcontext) -> float:
+    """Seconds of one call among `repeats` in a CUDA graph, captured inside the context that `around` gives."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with around(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(repeats):
             call()
     graph.replay()
@@ -43,8 +44,8 @@ def seconds_of_graph(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def seconds_of_loop(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call among `repeats` on the CPU."""
+def seconds_of_loop(call: Callable[[], object], repeats: int, around: Callable = nullcontext) -> float:
+    """Seconds of one call among `repeats` on the CPU, which captures nothing."""
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -73,15 +74,17 @@ class Cards:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
-    def microseconds(self, call: Callable[[], object], nbytes: int, group: dist.ProcessGroup | None) -> float:
-        """Time of a call that every member of a group makes; the slowest member's."""
+    def microseconds(
+        self, call: Callable[[], object], nbytes: int, group: dist.ProcessGroup | None, around: Callable = nullcontext
+    ) -> float:
+        """Time of a call that every member of a group makes; the slowest one's. `around` as in `seconds_of_graph`."""
         repeats = min(MOST_REPEATS, max(LEAST_REPEATS, ROUND_BYTES // nbytes))
         for _ in range(LEAST_REPEATS):
             call()
         if self.on_gpu:
             torch.cuda.synchronize()
         dist.barrier(group)
-        seconds = (seconds_of_graph if self.on_gpu else seconds_of_loop)(call, repeats)
+        seconds = (seconds_of_graph if self.on_gpu else seconds_of_loop)(call, repeats, around)
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         return slowest.item() * 1e6
