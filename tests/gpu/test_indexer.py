@@ -72,13 +72,19 @@ def test_scores_past_2_to_the_31_elements():
     assert (got[-1, 500:] == -1).all() and (got[:-1] == -1).all()
 
 
+def draft_blocks(seed: int, width: int) -> dict:
+    """Inputs of `paged_mqa_logits`: six rows of each of three requests, which see nearly all, a few and a third."""
+    given = sized(paged_mqa_logits.OP, seed, T=18, N=32, R=3, P=64, S=width)
+    given["request"] = torch.arange(18, dtype=torch.int32) // 6
+    given["visible"] = (torch.tensor([width - 5, 7, width // 3])[given["request"].long()] + torch.arange(18) % 6).int()
+    return given
+
+
 @pytest.mark.parametrize("width", [64, 100_000])
 def test_long_contexts_score_each_draft_row_as_alone(width):
     """Six rows a request, three requests; every program walks over several tiles."""
     op = paged_mqa_logits.OP
-    given = sized(op, 23, T=18, N=32, R=3, P=64, S=width)
-    given["request"] = torch.arange(18, dtype=torch.int32) // 6
-    given["visible"] = (torch.tensor([width - 5, 7, width // 3])[given["request"].long()] + torch.arange(18) % 6).int()
+    given = draft_blocks(23, width)
     there = moved(given, "cuda")
     whole = triton_of(op)(**there)
     assert_close(whole.cpu(), op.reference(**given), op.tolerances["logits"])
@@ -91,9 +97,7 @@ def test_long_contexts_score_each_draft_row_as_alone(width):
 def test_long_contexts_select_inside_candidates_as_from_masked_scores(width):
     """Three draft blocks of six rows; packed scores have the bits of dense ones, and the same rows are selected."""
     op = paged_mqa_logits.OP
-    given = sized(op, 24, T=18, N=32, R=3, P=64, S=width)
-    given["request"] = torch.arange(18, dtype=torch.int32) // 6
-    given["visible"] = (torch.tensor([width - 5, 7, width // 3])[given["request"].long()] + torch.arange(18) % 6).int()
+    given = draft_blocks(24, width)
     there = moved(given | {"width": width}, "cuda")
     scores = triton_of(op)(**there)
     del there["width"]

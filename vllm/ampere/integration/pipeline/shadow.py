@@ -9,6 +9,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.models.deepseek_v41 import attention as upstream
 
 from .. import warmup
@@ -82,7 +83,7 @@ class ShadowSource(nn.Module, AttentionLayerBase):
         if self.indexer is None or own not in ("wk.weight", "k_norm.weight"):
             return ""
         parameter = self.indexer.get_parameter(own)
-        getattr(parameter, "weight_loader", lambda target, given: target.data.copy_(given))(parameter, weight)
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
         return f"indexer.{own}"
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
