@@ -26,7 +26,7 @@ search-pipeline:  ## random schedules over pipeline stages against one process, 
 	.venv/bin/python -m tests.e2e.pipeline_search $(SEARCH)
 
 test-gpu:  ## every test that needs a card, by the PYTHON that has the patched vLLM; a newer card runs sm_80 code
-	$(PYTHON) -m pytest tests -m "gpu and not multi_gpu"
+	$(PYTHON) -m pytest tests/gpu -m "not multi_gpu"
 
 test-ampere:  ## tests/gpu on an A100, A6000, RTX 3090 or like, and a receipt to send (RECEIPT; PYTHON: the one with vLLM)
 	$(PYTHON) tests/gpu/ampere_receipt.py $(or $(RECEIPT),ampere-receipt.json)
