@@ -31,3 +31,16 @@ def mxfp4_experts_ref(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, l
         y = row_matmul(hidden.to(x.dtype).float(), mxfp4_decode_ref(w2[expert], w2_scale[expert]))
         out.index_add_(0, token, y[: len(token)] * topk_weights[token, choice, None])
     return out.to(x.dtype)
+
+
+def expert_order_ref(order, ids, experts, padded, block_size, count, expert_map=None):
+    """Fill each expert's places, one expert after the other."""
+    own = ids.flatten().long()
+    if expert_map is not None:
+        own = torch.where(own < 0, -1, expert_map[own.clamp_min(0)].long())
+    owners = experts[: int(padded) // block_size].tolist()
+    for expert in range(count):
+        if expert in owners:
+            routes = (own == expert).nonzero()[:, 0]
+            first = owners.index(expert) * block_size
+            order[first : first + len(routes)] = routes.int()
