@@ -7,10 +7,11 @@
 JOB has `checkpoint`, `options` (engine keywords), `sampling` (keywords of SamplingParams), `scenarios` (name -> list of
 [prompt, engine step at which it arrives]; a prompt is token ids, or {"ids": ids with one place for the image, "image":
 [seed, width, height]}), `spoil` (name of a tensor -> scenario that runs once more with it spoiled), `replays` (files
-that this script wrote, of which it executes the last scenario) and `output`. With CONNECTION, the descriptor of one end
-of a `multiprocessing.Pipe`, only the first three count: the engine says what its stages are, then answers calls of
-methods of `Recorded` until the other end is closed. With a `node_rank` above 0 among the options it only runs that node's
-workers, until the file `until` of the job appears. The pickled result has
+that this script wrote, of which it executes the last scenario), `output` and, if wanted, `meets` (a layer, see
+`stage_boundary.py`). With CONNECTION, the descriptor of one end of a `multiprocessing.Pipe`, only the first three count:
+the engine says what its stages are, then answers calls of methods of `Recorded` until the other end is closed. With a
+`node_rank` above 0 among the options it only runs that node's workers, until the file `until` of the job appears. The
+pickled result has
     groups: the layers of every cache group, sorted;
     stages: a dict of `StageRecorder.record_stage` for every worker;
     scenarios, spoiled, replayed: runs, by scenario, by tensor, and by file.
@@ -38,6 +39,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+from stage_boundary import meet_before
 from stage_differences import in_step
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -179,6 +181,8 @@ def follow(job: dict) -> None:
 def main(job: dict, *descriptor: str) -> None:
     if job["options"].get("node_rank"):
         return follow(job)
+    if job.get("meets"):
+        meet_before(job["meets"])
     engine = Recorded(job["checkpoint"], job["options"], job["sampling"])
     if descriptor:
         return serve(engine, Connection(int(descriptor[0])))

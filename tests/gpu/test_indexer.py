@@ -100,7 +100,7 @@ def test_long_contexts_select_inside_candidates_as_from_masked_scores(width):
     given = draft_blocks(24, width)
     there = moved(given | {"width": width}, "cuda")
     scores = triton_of(op)(**there)
-    del there["width"]
+    del there["width"], there["fill"]
     listed = triton_of(CANDIDATE_BLOCKS)(scores, there["visible"], 2048, 8)
     inside = triton_of(candidate_mqa_logits.OP)(**there, candidates=listed, block_size=8)
     whole = torch.nn.functional.pad(scores, (0, 8), value=-torch.inf)

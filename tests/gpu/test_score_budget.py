@@ -41,4 +41,5 @@ def test_inside_candidates_transients_do_not_follow_the_context(monkeypatch):
         select(*given, monkeypatch, budget_bytes=SCORE_BUDGET_BYTES)
         torch.cuda.synchronize()
         taken[context] = torch.cuda.max_memory_allocated() - before
-    assert ROWS << 16 <= taken[CONTEXT] <= 1.5 * (ROWS << 16) and len(set(taken.values())) == 1, taken
+    assert ROWS << 16 <= min(taken.values()) and max(taken.values()) <= 1.5 * (ROWS << 16), taken
+    assert abs(taken[CONTEXT] - taken[1 << 15]) < ROWS << 10, taken  # the allocator's rounding

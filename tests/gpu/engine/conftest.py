@@ -17,9 +17,10 @@ FIGURES = pytest.StashKey[dict]()
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what this machine cannot run, and put the tests of this folder last: their engines start with the session."""
+    """Skip what this machine cannot run. The tests of this folder come last, since their engines start with the session,
+    and the one that wants the machine for itself behind them."""
     here = [item for item in items if item.path.parent.name == "engine"]
-    items.sort(key=here.__contains__)
+    items.sort(key=lambda item: (item in here, item.path.name == "test_serve.py"))
     missing = "" if importlib.util.find_spec("vllm.v1") else "vLLM is not installed in this Python"
     for item in here:
         reasons = [missing or obstacle(RUNS[name].mode) for name in needed(item)] or [missing]
