@@ -2,8 +2,8 @@
 """PyTorch in place of Triton kernels that the interpreter runs wrongly or far too slowly.
 
 The interpreter truncates when it rounds to bfloat16, so every kernel that stores bfloat16 is here; the
-window index kernel takes a minute of interpretation for a prompt of 700 tokens. The integer kernels of
-the runner that are not here run interpreted, with right results.
+window index kernel takes a minute of interpretation for a prompt of 700 tokens. What the runner launches at
+every step is in `runner_kernels`; its other integer kernels run interpreted, with right results.
 """
 
 import ctypes
@@ -59,29 +59,47 @@ def save_compress_norm(
     )
 
 
-class Launcher:
-    """A function in the place of a jitted kernel: `kernel[grid](...)` calls it with the grid's first size."""
-
-    def __init__(self, function):
-        self._function = function
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self._function(grid[0], *args, **kwargs)
-
-
-def fill_short_context(rows, topk, positions, TOP_K, COMPRESS_RATIO, **unused):
+def fill_short_context(grid, topk, positions, TOP_K, COMPRESS_RATIO, **unused):
     """Select every visible compressed row: 0 .. (position + 1) // ratio - 1, then -1."""
     row = torch.arange(TOP_K, dtype=torch.int32)
-    visible = ((positions[:rows] + 1) // COMPRESS_RATIO).unsqueeze(1)
-    topk[:rows] = torch.where(row < visible, row, -1)
+    visible = ((positions[: grid[0]] + 1) // COMPRESS_RATIO).unsqueeze(1)
+    topk[: grid[0]] = torch.where(row < visible, row, -1)
 
 
-def gate_and_inject(programs, hidden, kv, q_weight, k_weight, mask, out, kv_rows, *strides, DIM, HC_MULT, HAS_MASK, **unused):
+def gate_and_inject(grid, hidden, kv, q_weight, k_weight, mask, out, kv_rows, *strides, DIM, HC_MULT, HAS_MASK, **unused):
     """Engram's value, gated and added to every stream."""
     eps, clamp = strides[-2:]
-    rows = programs // HC_MULT
+    rows = grid[0] // HC_MULT
     keep = mask[:rows] if HAS_MASK else None
     out.copy_(engram_gate(hidden, kv[:rows], q_weight, k_weight, keep, eps=eps, clamp=clamp))
+
+
+def hash_ids(
+    grid, input_ids, token_map, dead_mask, positions, block_table, query_start, multipliers, primes, offsets, cache,
+    lookback, lookback_dead, out, tokens, slots, pad_id, *, dead_id, **unused,
+):  # fmt: skip
+    """Hashes of the n-grams that end at each token (model_spec section 10); earlier tokens come from the look-back."""
+    if cache is not None:
+        raise NotImplementedError("a cache of mapped tokens needs a GPU")
+    token, position = torch.arange(tokens), positions[:tokens].long()
+    request = torch.bucketize(token, query_start[1:], right=True).clamp_max(len(query_start) - 2)
+    first = position[query_start[request].clamp_max(tokens - 1).long()]
+    mapped = torch.where(dead_mask[:tokens], dead_id, token_map[input_ids[:tokens].long()])
+    blocked = torch.zeros(tokens, dtype=torch.bool)
+    rolling = torch.zeros(tokens, len(multipliers), dtype=torch.int64)
+    hashes = out.view(tokens, len(multipliers), -1, primes.shape[-1])
+    for shift in range(multipliers.shape[1]):
+        place = position - shift
+        column = first - 1 - place
+        index = request, column.clamp(0, lookback.shape[1] - 1)
+        known = (column >= 0) & (column < lookback.shape[1]) & (lookback[index] >= 0)
+        earlier = torch.where(lookback_dead[index], dead_id, token_map[torch.where(known, lookback[index], 0).long()])
+        source = torch.where(column < 0, mapped[(token - shift).clamp_min(0)], torch.where(known, earlier, pad_id))
+        blocked |= (place < 0) | (source == dead_id)
+        rolling ^= torch.where(blocked, pad_id, source.long()).unsqueeze(-1) * multipliers[:, shift]
+        if shift:
+            offset = offsets.view(primes.shape)[:, shift - 1]
+            hashes[:, :, shift - 1] = torch.fmod(rolling.unsqueeze(-1), primes[:, shift - 1]) + offset
 
 
 class WindowIndices:

@@ -7,7 +7,7 @@ that builds one and in no other.
 
 import torch
 
-from . import experts, kernels, operators, streams
+from . import experts, kernels, operators, runner_kernels, streams
 
 streams.install()
 operators.install()
@@ -23,8 +23,15 @@ import vllm.models.deepseek_v41.common.engram as engram
 import vllm.models.deepseek_v41.compressor as compressor
 import vllm.models.deepseek_v41.nvidia.dspark as dspark
 import vllm.models.deepseek_v41.nvidia.model as model
+import vllm.v1.attention.backends.mla.compressor_utils as compressor_utils
+import vllm.v1.attention.backends.mla.indexer as indexer
 import vllm.v1.attention.backends.mla.sparse_swa as sparse_swa
+import vllm.v1.attention.ops.metadata as metadata
 import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
+import vllm.v1.worker.gpu.block_table as block_table
+import vllm.v1.worker.gpu.buffer_utils as buffer_utils
+import vllm.v1.worker.gpu.sample.logprob as logprob
+import vllm.v1.worker.gpu.spec_decode.dflash.speculator as dflash
 import vllm.v1.worker.utils as worker_utils
 from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
@@ -61,14 +68,29 @@ for owner in (model, dspark):
     replace(owner, "mhc_post_tilelang", mhc_post)
     replace(owner, "hc_collapse_triton", mhc_collapse)
 replace(attention, "fused_q_kv_rmsnorm", kernels.q_kv_rmsnorm)
-replace(attention, "_fill_short_context_topk_indices", kernels.Launcher(kernels.fill_short_context))
 replace(compressor, "fused_save_compress_norm", kernels.save_compress_norm)
-replace(engram, "_fused_engram_post_wkv_kernel", kernels.Launcher(kernels.gate_and_inject))
 replace(
     sparse_swa,
     "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL",
     kernels.WindowIndices(sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL),
 )
+for owner, name, function in (
+    (attention, "_fill_short_context_topk_indices", kernels.fill_short_context),
+    (engram, "_fused_engram_post_wkv_kernel", kernels.gate_and_inject),
+    (engram, "_hash_ids_kernel", kernels.hash_ids),
+    (block_table, "_gather_block_tables_kernel", runner_kernels.gather_block_tables),
+    (block_table, "_compute_slot_mappings_kernel", runner_kernels.slot_mappings),
+    (buffer_utils, "_apply_write_kernel", runner_kernels.apply_writes),
+    (metadata, "_token_request_mapping_kernel", runner_kernels.token_requests),
+    (sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL, "kernel", runner_kernels.gather_lens),
+    (sparse_swa._COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL, "kernel", runner_kernels.draft_window),
+    (indexer._PREPARE_UNIFORM_DECODE_KERNEL, "kernel", runner_kernels.uniform_decode),
+    (compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL, "kernel", runner_kernels.compressed_slots),
+    (dflash, "_prepare_dflash_inputs_kernel", runner_kernels.draft_inputs),
+    (logprob, "_topk_log_softmax_kernel", runner_kernels.token_logprobs),
+    (logprob, "_ranks_kernel", runner_kernels.token_ranks),
+):
+    replace(owner, name, runner_kernels.Launcher(function, getattr(owner, name, None)))
 replace(worker_utils.KVBlockZeroer, "zero_block_ids", kernels.zero_blocks)
 replace(topk_topp, "HAS_TRITON", False)  # the interpreter does not run its kernel; PyTorch's path is beside it
 
