@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.attention.window_slots import window_slots
 from ...kernels.engram.engram_gate import engram_gate
+from ...kernels.engram.engram_hash import DEAD, engram_hash
 from ...kernels.kv_cache.compressor_pool import compressor_pool
 from ...kernels.mhc.mhc_post_pre import mhc_post_pre
 from ...kernels.mhc.mhc_pre import mhc_pre
@@ -76,30 +77,17 @@ def gate_and_inject(grid, hidden, kv, q_weight, k_weight, mask, out, kv_rows, *s
 
 def hash_ids(
     grid, input_ids, token_map, dead_mask, positions, block_table, query_start, multipliers, primes, offsets, cache,
-    lookback, lookback_dead, out, tokens, slots, pad_id, *, dead_id, **unused,
+    lookback, lookback_dead, out, tokens, slots, pad_id, **unused,
 ):  # fmt: skip
-    """Hashes of the n-grams that end at each token (model_spec section 10); earlier tokens come from the look-back."""
+    """`engram_hash` of every layer, after the map of token ids; a look-back that nobody knows counts as padding."""
     if cache is not None:
         raise NotImplementedError("a cache of mapped tokens needs a GPU")
-    token, position = torch.arange(tokens), positions[:tokens].long()
-    request = torch.bucketize(token, query_start[1:], right=True).clamp_max(len(query_start) - 2)
-    first = position[query_start[request].clamp_max(tokens - 1).long()]
-    mapped = torch.where(dead_mask[:tokens], dead_id, token_map[input_ids[:tokens].long()])
-    blocked = torch.zeros(tokens, dtype=torch.bool)
-    rolling = torch.zeros(tokens, len(multipliers), dtype=torch.int64)
-    hashes = out.view(tokens, len(multipliers), -1, primes.shape[-1])
-    for shift in range(multipliers.shape[1]):
-        place = position - shift
-        column = first - 1 - place
-        index = request, column.clamp(0, lookback.shape[1] - 1)
-        known = (column >= 0) & (column < lookback.shape[1]) & (lookback[index] >= 0)
-        earlier = torch.where(lookback_dead[index], dead_id, token_map[torch.where(known, lookback[index], 0).long()])
-        source = torch.where(column < 0, mapped[(token - shift).clamp_min(0)], torch.where(known, earlier, pad_id))
-        blocked |= (place < 0) | (source == dead_id)
-        rolling ^= torch.where(blocked, pad_id, source.long()).unsqueeze(-1) * multipliers[:, shift]
-        if shift:
-            offset = offsets.view(primes.shape)[:, shift - 1]
-            hashes[:, :, shift - 1] = torch.fmod(rolling.unsqueeze(-1), primes[:, shift - 1]) + offset
+    requests = len(query_start) - 1
+    mapped = torch.where(dead_mask, DEAD, token_map[input_ids.long()]).long()
+    before, dead = lookback[:requests], lookback_dead[:requests]
+    before = torch.where(before < 0, pad_id, torch.where(dead, DEAD, token_map[before.clamp_min(0).long()])).long()
+    for layer, own in enumerate(zip(primes, multipliers)):
+        out[:, layer] = engram_hash(mapped, positions[:tokens].long(), query_start, before, *own, pad_id)
 
 
 class WindowIndices:

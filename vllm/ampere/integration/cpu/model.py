@@ -74,7 +74,8 @@ replace(
     "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL",
     kernels.WindowIndices(sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL),
 )
-for owner, name, function in (
+# Kernels launched as `kernel[grid](...)`, and what is called instead.
+LAUNCHED = (
     (attention, "_fill_short_context_topk_indices", kernels.fill_short_context),
     (engram, "_fused_engram_post_wkv_kernel", kernels.gate_and_inject),
     (engram, "_hash_ids_kernel", kernels.hash_ids),
@@ -89,7 +90,8 @@ for owner, name, function in (
     (dflash, "_prepare_dflash_inputs_kernel", runner_kernels.draft_inputs),
     (logprob, "_topk_log_softmax_kernel", runner_kernels.token_logprobs),
     (logprob, "_ranks_kernel", runner_kernels.token_ranks),
-):
+)
+for owner, name, function in LAUNCHED:
     replace(owner, name, runner_kernels.Launcher(function, getattr(owner, name, None)))
 replace(worker_utils.KVBlockZeroer, "zero_block_ids", kernels.zero_blocks)
 replace(topk_topp, "HAS_TRITON", False)  # the interpreter does not run its kernel; PyTorch's path is beside it

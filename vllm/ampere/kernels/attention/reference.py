@@ -6,7 +6,7 @@ import torch
 from ..kv_cache.reference import gather_dequant_slots_ref
 from ..rope import rotate_tail
 
-_TOKENS_PER_SLICE = 32
+_TOKENS_PER_SLICE = 128
 WIDTH_MULTIPLE = 128
 
 
@@ -42,20 +42,19 @@ def sparse_mla_decode_ref(
     for start in range(0, len(q), _TOKENS_PER_SLICE):
         part = slice(start, start + _TOKENS_PER_SLICE)
         rows, index = _slice_rows([(cache, slots[part], lens[part]) for cache, slots, lens in sources], dtype)
-        for token, row_of in enumerate(index, start):
-            keys = rows[row_of[row_of >= 0]]
-            out[token] = _attend(q[token].to(dtype), keys, sink, scale)
+        for token, (query, own) in enumerate(zip(q[part].to(dtype), index), start):
+            out[token] = _attend(query, rows.index_select(0, own), sink, scale)
     return out
 
 
 sparse_mla_prefill_ref = sparse_mla_decode_ref
 
 
-def _slice_rows(sources, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dequantised rows that a few tokens select, each once, and where each list entry's row is.
+def _slice_rows(sources, dtype) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The dequantised rows that a few tokens select, each once, and which of them each token selects.
 
     Returns:
-        rows [U, 512] and int64 [tokens, all list entries], -1 where an entry does not count.
+        rows [U, 512], and of each token int64 [its entries that count].
     """
     rows, indices, found = [], [], 0
     for cache, slots, lens in sources:
@@ -66,7 +65,8 @@ def _slice_rows(sources, dtype) -> tuple[torch.Tensor, torch.Tensor]:
         rows.append(gather_dequant_slots_ref(cache, distinct, dtype))
         indices.append(index)
         found += len(distinct)
-    return torch.cat(rows), torch.cat(indices, 1)
+    index = torch.cat(indices, 1)
+    return torch.cat(rows), index[index >= 0].split((index >= 0).sum(-1).tolist())
 
 
 def _attend(q, keys, sink, scale) -> torch.Tensor:

@@ -5,6 +5,8 @@ A minifloat of `m` mantissa bits and exponent bias `b` is a float32 with a short
 bias, so both directions are a shift and an add; below 2^(1-b) the codes are evenly spaced instead.
 """
 
+import functools
+
 import torch
 
 from ...cache_layout import AMAX_FLOOR, E4M3_MAX
@@ -82,12 +84,18 @@ def quantize_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
     return e4m3_encode_ref(grouped * inverse.unsqueeze(-1)).flatten(-2), scale
 
 
+@functools.cache
+def _mxfp4_pairs(device: torch.device) -> torch.Tensor:
+    """float32 [256, 2]: the two values of each byte, low code first."""
+    code = torch.arange(16, dtype=torch.int32, device=device)
+    value = torch.where(code & 8 != 0, -1.0, 1.0) * _decode_magnitude(code & 7, 1, 1)
+    return torch.stack([value.repeat(16), value.repeat_interleave(16)], -1)
+
+
 def mxfp4_decode_ref(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """See `mxfp4_decode`."""
-    code = torch.arange(16, dtype=torch.int32, device=packed.device)
-    value = torch.where(code & 8 != 0, -1.0, 1.0) * _decode_magnitude(code & 7, 1, 1)
-    pairs = torch.stack([value.repeat(16), value.repeat_interleave(16)], -1)
-    values = torch.nn.functional.embedding(packed.view(torch.uint8).to(torch.int32), pairs).flatten(-2)
+    values = torch.nn.functional.embedding(packed.view(torch.uint8).to(torch.int32), _mxfp4_pairs(packed.device))
+    values = values.flatten(-2)
     return (values.unflatten(-1, (-1, 32)) * ue8m0_decode_ref(scales).unsqueeze(-1)).flatten(-2)
 
 
