@@ -4,16 +4,20 @@
 Engines of a group share checkpoint, options and tensor ranks; beside them runs one engine of the group without stages.
 It schedules a scenario with one request in flight for itself, and executes the scheduler outputs of any other. So every
 difference is one of stages. At the end each engine has a tensor spoiled on its way, which has to be found.
+
+A search that was stopped goes on with `--resume`, from the receipt, which is written after every scenario.
 """
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 
 from tqdm import tqdm
 
@@ -33,6 +37,7 @@ OPTIONS = OPTIONS | {"max_model_len": 1024, "max_num_batched_tokens": 256, "num_
 # The draft reads the inputs of these layers, which are before, on and after cuts.
 DRAFTED = {"block_gain": 0.1, "drafts_agree": True, "dspark_markov_rank": 256, "dspark_target_layer_ids": [1, 2, 4, 6]}
 CONTROLS = 5  # scenarios in which a spoiled tensor has to be found
+SHARERS = 6  # engines that one without stages serves, one after the other
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ LAYOUTS = [Layout(*layout) for layout in (
 )]
 
 
+NAMED = {str(layout): layout for layout in LAYOUTS}
+
+
 @dataclass
 class Outcome:
     """What became of one engine.
@@ -90,7 +98,7 @@ class Outcome:
         found: {"seed", "round", "in", "command"} of each scenario that differs.
         controls: tensor -> scenarios until it was found spoiled, or None if it was not.
         broken: the end of the log of an engine that ended or hung.
-        seconds: of the start of this engine, and in all.
+        seconds: of the last start of this engine, and in all.
     """
 
     engine: str
@@ -111,8 +119,12 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def done(self) -> bool:
+        return bool(self.controls)
+
+    @property
     def right(self) -> bool:
-        return not self.found and not self.broken and bool(self.controls) and None not in self.controls.values()
+        return self.done and not self.found and not self.broken and None not in self.controls.values()
 
     def count(self, scenario: Scenario, runs: list[dict]) -> None:
         """Add a scenario that is equal."""
@@ -151,7 +163,7 @@ def first_difference(whole: KeptEngine, scenario: Scenario, runs: list[dict]) ->
 
 
 def examine(staged: KeptEngine, whole: KeptEngine, outcome: Outcome, told: Callable[[], None]) -> None:
-    """Compare the scenarios of an engine, the next one running while the last is compared, then spoil its tensors."""
+    """Compare the scenarios that are left, the next one running while the last is compared, then spoil its tensors."""
 
     def compare(seed: int, scenario: Scenario, runs: list[dict]) -> None:
         if found := first_difference(whole, scenario, runs):
@@ -164,17 +176,17 @@ def examine(staged: KeptEngine, whole: KeptEngine, outcome: Outcome, told: Calla
 
     with ThreadPoolExecutor(1) as beside:
         compared = None
-        for seed in outcome.seeds:
+        for seed in outcome.seeds[outcome.scenarios :]:
             scenario = random_scenario(seed)
             runs = run(staged, scenario)
             if compared:
                 compared.result()
             compared = beside.submit(compare, seed, scenario, runs)
-        compared.result()
+        if compared:
+            compared.result()
     outcome.trimmed = sum(len(staged.events(kind)) for kind in ("replay_trim", "replay_rows"))
-    for name in outcome.crossed:
-        if name == "hidden_states" or name.startswith("relay_"):
-            outcome.controls[name] = scenarios_to_find(staged, whole, name)
+    relayed = [name for name in outcome.crossed if name == "hidden_states" or name.startswith("relay_")]
+    outcome.controls = {name: scenarios_to_find(staged, whole, name) for name in relayed}
     told()
 
 
@@ -198,42 +210,48 @@ def start(folder: Path, name: str, group: Group, options: dict, env: dict) -> Ke
     return KeptEngine(folder, name, job, env)
 
 
-def search(layouts: Iterable[Layout], seeds: Callable[[int], list[int]], folder: Path,
-           told: Callable[[list[Outcome]], None]) -> list[Outcome]:
-    """Run every engine, one after the other.
+def search(outcomes: list[Outcome], folder: Path, told: Callable[[Outcome], None], at_once: int = 1) -> None:
+    """Run every engine that is not done, to its end.
 
     Args:
-        layouts: the engines, those of a group together.
-        seeds: of the engine of a number, from 0.
+        outcomes: of the engines, those of a group together; they are filled in.
         folder: takes checkpoints, logs and traces.
-        told: called with the outcomes so far after every scenario.
+        told: called with the outcome after every scenario, from several threads.
+        at_once: engines of stages that run at a time, each beside one without.
     """
-    outcomes = []
-    for name, members in groupby(layouts, lambda layout: layout.group):
-        group = GROUPS[name]
-        with start(folder, f"{name}-whole", group, {}, {}) as whole:
-            for layout in members:
-                outcomes.append(outcome := Outcome(str(layout), seeds(len(outcomes))))
-                options = {"pipeline_parallel_size": len(layout.partition), "async_scheduling": layout.asynchronous}
-                env = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layout.partition))}
-                began = time.monotonic()
-                try:
-                    with start(folder, str(layout), group, options, env) as staged:
-                        assert staged.stages
-                        outcome.seconds["start"] = round(time.monotonic() - began, 1)
-                        examine(staged, whole, outcome, lambda: told(outcomes))
-                except RuntimeError as error:
-                    outcome.broken = str(error)
-                outcome.seconds["all"] = round(time.monotonic() - began, 1)
-                told(outcomes)
-    return outcomes
+    shares = []
+    for _, group in groupby((outcome for outcome in outcomes if not outcome.done), lambda outcome: NAMED[outcome.engine].group):
+        members = list(group)
+        shares += [members[at : at + SHARERS] for at in range(0, len(members), SHARERS)]
+    with ThreadPoolExecutor(at_once) as threads:
+        for ended in [threads.submit(_search_share, share, folder, told) for share in shares]:
+            ended.result()
+
+
+def _search_share(outcomes: list[Outcome], folder: Path, told: Callable[[Outcome], None]) -> None:
+    first = NAMED[outcomes[0].engine]
+    group = GROUPS[first.group]
+    with start(folder, f"{first}-whole", group, {}, {}) as whole:
+        for outcome in outcomes:
+            layout, began = NAMED[outcome.engine], time.monotonic()
+            options = {"pipeline_parallel_size": len(layout.partition), "async_scheduling": layout.asynchronous}
+            env = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layout.partition))}
+            try:
+                with start(folder, str(layout), group, options, env) as staged:
+                    assert staged.stages
+                    outcome.seconds["start"] = round(time.monotonic() - began, 1)
+                    examine(staged, whole, outcome, lambda: told(outcome))
+            except RuntimeError as error:
+                outcome.broken = str(error)
+            outcome.seconds["all"] = round(outcome.seconds.get("all", 0) + time.monotonic() - began, 1)
+            told(outcome)
 
 
 def write_receipt(path: Path, outcomes: list[Outcome]) -> None:
     counted = ("scenarios", "several", "steps", "tokens", "log_probabilities", "preempted", "cached", "aborted",
                "trimmed")
     sums = {name: sum(getattr(outcome, name) for outcome in outcomes) for name in counted}
-    sums |= {"engines": len(outcomes), "differences": sum(len(outcome.found) for outcome in outcomes),
+    sums |= {"engines": sum(outcome.scenarios > 0 for outcome in outcomes), "differences": sum(len(outcome.found) for outcome in outcomes),
              "wrong": sum(not outcome.right for outcome in outcomes)}
     controls = [after is not None for outcome in outcomes for after in outcome.controls.values()]
     figures = [{"id": f"pipeline_search.{name}", "value": value, "unit": "count"} for name, value in sums.items()]
@@ -242,28 +260,41 @@ def write_receipt(path: Path, outcomes: list[Outcome]) -> None:
                   {"engines": [asdict(outcome) for outcome in outcomes]})
 
 
+def resumed(path: Path) -> list[Outcome]:
+    """The outcomes of a receipt; engines that broke are begun again where they ended."""
+    read = json.loads(path.read_text())
+    if read["commit"] != receipt.header("", "")["commit"]:
+        sys.exit(f"{path} is of commit {read['commit']}, which is not what is here\nhint: search again without --resume")
+    return [Outcome(**engine | {"broken": ""}) for engine in read["samples"]["engines"]]
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make search-pipeline", description=__doc__.splitlines()[0])
     parser.add_argument("--scenarios", type=int, default=504, help="in all, dealt out to the engines (default 504)")
-    parser.add_argument("--engine", action="append", metavar="NAME", choices=[*map(str, LAYOUTS)],
-                        help="this one only; repeatable; one of " + " ".join(map(str, LAYOUTS)))
+    parser.add_argument("--engine", action="append", metavar="NAME", choices=[*NAMED],
+                        help="this one only; repeatable; one of " + " ".join(NAMED))
     parser.add_argument("--seed", action="append", type=int, help="this scenario in every engine; repeatable")
+    parser.add_argument("--at-once", type=int, default=1, help="engines of stages that run at a time (default 1)")
     parser.add_argument("--receipt", type=Path, default=Path("pipeline-receipt.json"))
+    parser.add_argument("--resume", action="store_true", help="go on with what the receipt lacks; engines and seeds are its own")
     parser.add_argument("--folder", type=Path, default=Path(".cache/search-pipeline"), help="checkpoints and logs")
     asked = parser.parse_args(arguments)
-    layouts = [layout for layout in LAYOUTS if not asked.engine or str(layout) in asked.engine][: asked.scenarios]
+    if asked.resume:
+        outcomes = resumed(asked.receipt)
+    else:
+        names = [name for name in NAMED if not asked.engine or name in asked.engine][: asked.scenarios]
+        outcomes = [Outcome(name, asked.seed or list(range(number, asked.scenarios, len(names))))
+                    for number, name in enumerate(names)]
     asked.folder.mkdir(parents=True, exist_ok=True)
+    writing = Lock()
+    with tqdm(total=sum(len(outcome.seeds) for outcome in outcomes), unit="scenario") as bar:
+        def told(last: Outcome) -> None:
+            with writing:
+                bar.set_postfix_str(f"{last.engine}, {sum(len(outcome.found) for outcome in outcomes)} differ")
+                bar.update(sum(outcome.scenarios for outcome in outcomes) - bar.n)
+                write_receipt(asked.receipt, outcomes)
 
-    def seeds(number: int) -> list[int]:
-        return asked.seed or list(range(number, asked.scenarios, len(layouts)))
-
-    with tqdm(total=sum(len(seeds(number)) for number in range(len(layouts))), unit="scenario") as bar:
-        def told(outcomes: list[Outcome]) -> None:
-            bar.set_postfix_str(f"{outcomes[-1].engine}, {sum(len(outcome.found) for outcome in outcomes)} differ")
-            bar.update(sum(outcome.scenarios for outcome in outcomes) - bar.n)
-            write_receipt(asked.receipt, outcomes)
-
-        outcomes = search(layouts, seeds, asked.folder.resolve(), told)
+        search(outcomes, asked.folder.resolve(), told, asked.at_once)
     for outcome in outcomes:
         for found in outcome.found:
             print(f"{outcome.engine}, seed {found['seed']}: {', '.join(found['in'])} differ\n    {found['command']}")

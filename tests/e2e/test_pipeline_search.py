@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from . import pipeline_search
-from .pipeline_search import LAYOUTS, Outcome, examine, main, search
+from .pipeline_search import NAMED, Outcome, examine, main, search
 from .random_scenarios import EDGES, LONGEST, NEW_TOKENS, random_scenario
 
-(SEARCHED,) = (layout for layout in LAYOUTS if str(layout) == "drafts-5,3-async")
+SEARCHED = "drafts-5,3-async"
 SCENARIOS = 20
 
 
@@ -20,7 +20,7 @@ def outcome(session, tmp_path_factory):
     session.close()
     with session.timed(f"search {SEARCHED}"):
         folder = tmp_path_factory.mktemp("search")
-        (outcome,) = search([SEARCHED], lambda number: list(range(SCENARIOS)), folder, lambda outcomes: None)
+        search([outcome := Outcome(SEARCHED, list(range(SCENARIOS)))], folder, lambda outcome: None)
     assert not outcome.broken, outcome.broken
     return outcome
 
@@ -77,7 +77,7 @@ class Scripted:
 
 
 def outcome_of(staged: Scripted, told=lambda: None) -> Outcome:
-    outcome = Outcome(str(SEARCHED), list(range(30)))
+    outcome = Outcome(SEARCHED, list(range(30)))
     examine(staged, Scripted(), outcome, told)
     return outcome
 
@@ -98,20 +98,70 @@ def test_a_spoiled_tensor_that_is_not_found_is_a_failure():
     assert unnoticed.controls == {"hidden_states": None} and not unnoticed.found and not unnoticed.right
 
 
+def searching(scripted: Scripted, limit: int = 10**6):
+    """In place of `search`: engines that answer as scripted, and are stopped after a number of scenarios."""
+
+    def search(outcomes, folder, told, at_once):
+        for outcome in outcomes:
+            counted = 0
+
+            def counting():
+                nonlocal counted
+                counted += 1
+                told(outcome)
+                if counted == limit:
+                    raise KeyboardInterrupt
+
+            examine(scripted, Scripted(), outcome, counting)
+
+    return search
+
+
+def figures_of(receipt: dict) -> dict:
+    return {figure["id"].split(".")[1]: figure["value"] for figure in receipt["figures"]}
+
+
 @pytest.mark.parametrize("staged, status", [(Scripted(), 0), (Scripted(wrong=lambda length: True), 1)])
 def test_receipt(tmp_path, monkeypatch, capsys, staged, status):
-    def scripted_search(layouts, seeds, folder, told):
-        outcomes = [outcome_of(staged)]
-        told(outcomes)
-        return outcomes
-
-    monkeypatch.setattr(pipeline_search, "search", scripted_search)
+    monkeypatch.setattr(pipeline_search, "search", searching(staged))
     written = tmp_path / "receipt.json"
-    asked = ["--receipt", str(written), "--folder", str(tmp_path), "--engine", str(SEARCHED), "--scenarios", "30"]
+    asked = ["--receipt", str(written), "--folder", str(tmp_path), "--engine", SEARCHED, "--scenarios", "30"]
     assert main(asked) == status
     receipt = json.loads(written.read_text())
-    figures = {figure["id"].split(".")[1]: figure["value"] for figure in receipt["figures"]}
+    figures = figures_of(receipt)
     assert (figures["scenarios"], figures["differences"], figures["wrong"]) == (30, 30 * status, status)
     assert receipt["correctness"] == f"{1 - status} of {1 - status} spoiled tensors were found"
     assert receipt["kind"] == "search-pipeline" and receipt["samples"]["engines"][0]["seeds"] == list(range(30))
     assert ("make search-pipeline SEARCH=" in capsys.readouterr().out) == bool(status)
+
+
+def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    """Every scenario is run once, and the receipt is that of a search that was not stopped."""
+    whole, halves = tmp_path / "whole.json", tmp_path / "halves.json"
+    asked = ["--folder", str(tmp_path), "--engine", SEARCHED, "--scenarios", "30", "--receipt"]
+    monkeypatch.setattr(pipeline_search, "search", searching(Scripted()))
+    assert main([*asked, str(whole)]) == 0
+    monkeypatch.setattr(pipeline_search, "search", searching(Scripted(), limit=11))
+    with pytest.raises(KeyboardInterrupt):
+        main([*asked, str(halves)])
+    stopped = figures_of(json.loads(halves.read_text()))
+    assert (stopped["scenarios"], stopped["wrong"]) == (11, 1)
+    monkeypatch.setattr(pipeline_search, "search", searching(Scripted()))
+    assert main(["--resume", "--receipt", str(halves), "--folder", str(tmp_path)]) == 0
+    both = [json.loads(path.read_text()) for path in (whole, halves)]
+    assert both[0]["samples"] == both[1]["samples"] and both[0]["figures"] == both[1]["figures"]
+    with pytest.raises(SystemExit, match="commit 0123.*\nhint:"):
+        halves.write_text(json.dumps(both[1] | {"commit": "0123"}))
+        main(["--resume", "--receipt", str(halves), "--folder", str(tmp_path)])
+
+
+def test_engines_are_shared_out_by_group(tmp_path, monkeypatch):
+    """Each outcome once, with others of its group, at most six to an engine without stages; none that is done."""
+    shares = []
+    monkeypatch.setattr(pipeline_search, "_search_share", lambda share, folder, told: shares.append(share))
+    outcomes = [Outcome(name, []) for name in NAMED]
+    outcomes[0].controls = {"hidden_states": 1}
+    search(outcomes, tmp_path, lambda outcome: None, at_once=2)
+    assert sorted(outcome.engine for share in shares for outcome in share) == sorted([*NAMED][1:])
+    assert all(len({NAMED[outcome.engine].group for outcome in share}) == 1 for share in shares)
+    assert max(map(len, shares)) <= 6 and len(shares) == 5
