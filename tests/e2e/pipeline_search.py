@@ -219,9 +219,9 @@ def search(outcomes: list[Outcome], folder: Path, told: Callable[[Outcome], None
         told: called with the outcome after every scenario, from several threads.
         at_once: engines of stages that run at a time, each beside one without.
     """
-    shares = []
-    for _, group in groupby((outcome for outcome in outcomes if not outcome.done), lambda outcome: NAMED[outcome.engine].group):
-        members = list(group)
+    left, shares = [outcome for outcome in outcomes if not outcome.done], []
+    for _, members in groupby(left, lambda outcome: NAMED[outcome.engine].group):
+        members = list(members)
         shares += [members[at : at + SHARERS] for at in range(0, len(members), SHARERS)]
     with ThreadPoolExecutor(at_once) as threads:
         for ended in [threads.submit(_search_share, share, folder, told) for share in shares]:
@@ -251,7 +251,8 @@ def write_receipt(path: Path, outcomes: list[Outcome]) -> None:
     counted = ("scenarios", "several", "steps", "tokens", "log_probabilities", "preempted", "cached", "aborted",
                "trimmed")
     sums = {name: sum(getattr(outcome, name) for outcome in outcomes) for name in counted}
-    sums |= {"engines": sum(outcome.scenarios > 0 for outcome in outcomes), "differences": sum(len(outcome.found) for outcome in outcomes),
+    sums |= {"engines": sum(outcome.scenarios > 0 for outcome in outcomes),
+             "differences": sum(len(outcome.found) for outcome in outcomes),
              "wrong": sum(not outcome.right for outcome in outcomes)}
     controls = [after is not None for outcome in outcomes for after in outcome.controls.values()]
     figures = [{"id": f"pipeline_search.{name}", "value": value, "unit": "count"} for name, value in sums.items()]
@@ -264,7 +265,7 @@ def resumed(path: Path) -> list[Outcome]:
     """The outcomes of a receipt; engines that broke are begun again where they ended."""
     read = json.loads(path.read_text())
     if read["commit"] != receipt.header("", "")["commit"]:
-        sys.exit(f"{path} is of commit {read['commit']}, which is not what is here\nhint: search again without --resume")
+        sys.exit(f"{path} is of commit {read['commit']}, not this one\nhint: search anew without --resume")
     return [Outcome(**engine | {"broken": ""}) for engine in read["samples"]["engines"]]
 
 
@@ -276,7 +277,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", action="append", type=int, help="this scenario in every engine; repeatable")
     parser.add_argument("--at-once", type=int, default=1, help="engines of stages that run at a time (default 1)")
     parser.add_argument("--receipt", type=Path, default=Path("pipeline-receipt.json"))
-    parser.add_argument("--resume", action="store_true", help="go on with what the receipt lacks; engines and seeds are its own")
+    parser.add_argument("--resume", action="store_true", help="run what the receipt lacks, by its engines and seeds")
     parser.add_argument("--folder", type=Path, default=Path(".cache/search-pipeline"), help="checkpoints and logs")
     asked = parser.parse_args(arguments)
     if asked.resume:

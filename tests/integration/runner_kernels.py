@@ -10,9 +10,10 @@ import sys
 import torch
 
 from vllm.ampere.integration.cpu import model
+from vllm.ampere.kernels.engram.engram_hash import hash_multipliers, hash_primes
 
 TRIALS, MOST, CAPACITY, POISON = 6, 5, 700, -77
-BYTES_BEHIND = 3  # columns of a block table beyond what any request holds
+COLUMNS_BEHIND = 3  # of a block table, beyond what any request holds
 
 
 class Batch:
@@ -31,7 +32,7 @@ class Batch:
         self.positions = torch.cat([torch.arange(n) + c for n, c in zip(self.lengths.tolist(), self.computed.tolist())])
         self.index = torch.randperm(MOST, generator=self.generator)[: self.requests].int()
         self.page_rows = torch.tensor([32, 128, 4], dtype=torch.int32)
-        self.tables = [self.draw(0, 400, MOST, 460 // rows + BYTES_BEHIND).int() for rows in self.page_rows.tolist()]
+        self.tables = [self.draw(0, 400, MOST, 460 // rows + COLUMNS_BEHIND).int() for rows in self.page_rows.tolist()]
         self.strides = torch.tensor([table.stride(0) for table in self.tables])
 
     def draw(self, low: int, high: int, *shape: int) -> torch.Tensor:
@@ -58,13 +59,13 @@ def pointers(tensors) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
-# Each returns grid, positional arguments, named arguments and the tensors that are written.
+# Each returns the grid, positional arguments, named ones, and the tensors that are written. Pointers in them lead into
+# the batch's tables.
 
 
 def gather_block_tables(b: Batch):
     targets = [poisoned(*table.shape) for table in b.tables]
     held = b.draw(0, 460 // 128, len(b.tables), MOST).int()
-    # The tensors behind the pointers stay alive with what is returned.
     reach = torch.tensor([127, 0, 130], dtype=torch.int32)
     args = (b.index, pointers(b.tables), pointers(targets), b.strides, held, held.stride(0), b.requests,
             b.by_request(b.computed), reach, b.page_rows)
@@ -130,8 +131,8 @@ def compressed_slots(b: Batch):
 def draft_inputs(b: Batch):
     anchored = bool(b.draw(0, 1))
     steps, queries, most_length = 5, 5 if anchored else 6, 400
-    outs = [poisoned(CAPACITY, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool, torch.int32, torch.int32,
-                                                          torch.int64, torch.int64, torch.int64)]
+    by_row = (torch.int32, torch.int64, torch.bool, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64)
+    outs = [poisoned(CAPACITY, dtype=dtype) for dtype in by_row]
     outs += [poisoned(MOST * steps, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.int32)]
     outs += [poisoned(MOST, dtype=torch.float32), poisoned(MOST, dtype=torch.int64)]
     rejected = torch.minimum(b.draw(0, 2, b.requests), b.lengths - 1).int()
@@ -156,8 +157,6 @@ def token_ranks(b: Batch):
 
 
 def hash_ids(b: Batch):
-    from vllm.ampere.kernels.engram.engram_hash import hash_multipliers, hash_primes
-
     primes, multipliers = hash_primes(2, 5000), hash_multipliers((1, 4), 300)
     flat = primes.flatten(1)
     offsets = flat.cumsum(1) - flat
@@ -185,10 +184,10 @@ def main(seed: int) -> None:
         for trial in range(seed, seed + TRIALS):
             written = []
             for kernel in (launcher.upstream, launcher):
-                grid, args, named, outs = case(batch := Batch(trial))
+                batch = Batch(trial)  # lives as long as the pointers into it
+                grid, args, named, outs = case(batch)
                 kernel[grid](*args, **named)
                 written.append(outs)
-                del batch
             for want, got in zip(*written, strict=True):
                 if case is token_logprobs:
                     torch.testing.assert_close(got, want, rtol=0, atol=4e-6)

@@ -8,8 +8,6 @@ import pytest
 
 from vllm.ampere.testing.engine import environment
 
-from .runner_kernels import CASES
-
 pytestmark = pytest.mark.vllm
 
 
@@ -18,5 +16,8 @@ def test_stand_ins_write_what_the_kernels_write():
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     equal = dict(line.split(": ") for line in run.stdout.splitlines() if line.endswith(" tensors equal"))
-    assert set(equal) == {case.__name__ for case in CASES}
+    assert set(equal) == {
+        "apply_writes", "compressed_slots", "draft_inputs", "draft_window", "gather_block_tables", "gather_lens",
+        "hash_ids", "slot_mappings", "token_logprobs", "token_ranks", "token_requests", "uniform_decode",
+    }  # fmt: skip
     assert all(int(count.split()[0]) >= 6 for count in equal.values()), equal

@@ -67,7 +67,9 @@ def fill_short_context(grid, topk, positions, TOP_K, COMPRESS_RATIO, **unused):
     topk[: grid[0]] = torch.where(row < visible, row, -1)
 
 
-def gate_and_inject(grid, hidden, kv, q_weight, k_weight, mask, out, kv_rows, *strides, DIM, HC_MULT, HAS_MASK, **unused):
+def gate_and_inject(
+    grid, hidden, kv, q_weight, k_weight, mask, out, kv_rows, *strides, DIM, HC_MULT, HAS_MASK, **unused,
+):  # fmt: skip
     """Engram's value, gated and added to every stream."""
     eps, clamp = strides[-2:]
     rows = grid[0] // HC_MULT

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch in place of the Triton kernels that vLLM's runner launches at every step.
 
-The interpreter runs them with right results, but a program of a launch after the other: more than half of the time of
-a step of a tiny model. Each function here takes the grid and the arguments of the kernel that it stands for, writes
-what that writes, and refuses context parallelism.
+The interpreter's results are right, but it runs the programs of a launch one after another, which took more than
+half of the time of a tiny model's step. Each function here takes the grid and the arguments of the kernel that it
+stands for, writes what that writes, and refuses context parallelism.
 """
 
 import ctypes
@@ -19,7 +19,8 @@ class Launcher:
     """
 
     def __init__(self, function, upstream):
-        self._function, self.upstream, self.arg_names = function, upstream, upstream.arg_names
+        self._function, self.upstream = function, upstream
+        self.arg_names = getattr(upstream, "arg_names", ())  # there are none, and no launches, without Triton
 
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self._function(grid, *args, **kwargs)
@@ -107,8 +108,9 @@ def gather_lens(
 
 
 def draft_window(
-    grid, swa_indices_ptr, swa_indices_stride, swa_lens_ptr, window_size, index_width, query_start_loc_ptr, seq_lens_ptr,
-    token_to_req_indices_ptr, is_valid_token_ptr, block_table_ptr, block_table_stride, block_size, token_offset, **unused,
+    grid, swa_indices_ptr, swa_indices_stride, swa_lens_ptr, window_size, index_width, query_start_loc_ptr,
+    seq_lens_ptr, token_to_req_indices_ptr, is_valid_token_ptr, block_table_ptr, block_table_stride, block_size,
+    token_offset, **unused,
 ):  # fmt: skip
     """Slots that every token of a draft block reads: the window before the block, and the block."""
     token = slice(token_offset, token_offset + grid[0])
