@@ -80,6 +80,8 @@ IMAGES = [
      "images": [[84, 84, 1], [300, 120, 2]], "max_tokens": 16, "logprobs": 20},
     {"name": "text", "prompts": [prompt(40, 8)], "max_tokens": 16, "logprobs": 20},
 ]
+# Long enough for the draft's steps to select inside candidates.
+DRAFTED_LONG = [{"name": "drafted-1500", "prompts": [prompt(1500, 5)], "max_tokens": 8, "logprobs": 20}]
 CACHES = [{"name": "caches", "prompts": [prompt(n, 7) for n in (20, 45, 150)], "max_tokens": 24, "caches": True}]
 
 
@@ -132,7 +134,7 @@ RUNS = {
     "shadow": Run("native", "pinned", alone(*LENGTHS) + MIXED, EAGER, "behind_upstream"),
     "shadow-dspark": Run("native", "parrot", DRAFTED, EAGER | DRAFTS, "behind_upstream"),
     "references": Run("sm80", "pinned", alone(20, 700, tokens=6) + MIXED, EAGER | SMALL, "behind_ours"),
-    "references-dspark": Run("sm80", "parrot", DRAFTED[:2], EAGER | SMALL | DRAFTS, "behind_ours"),
+    "references-dspark": Run("sm80", "parrot", DRAFTED[:2] + DRAFTED_LONG, EAGER | SMALL | DRAFTS, "behind_ours"),
 }
 
 

@@ -3,7 +3,9 @@
 
 The measure of "equal" is taken in the same session: two identical engines on one card. Where these have the same bits,
 stages must have them too; where they do not, stages may be off by 1.5 times their largest difference. A tensor group sums
-in another order, so it is held against the reference decoder as well, from which one card is off by rounding alone.
+in another order, and a stage that ends behind the last KV source runs rows that one card leaves out of a long step, so
+that its products are of another size. Both are held against the reference decoder as well, from which one card is off by
+rounding alone.
 """
 
 from collections import Counter
@@ -54,10 +56,38 @@ def one_card_twice(engines) -> tuple[set[str], float]:
     return set().union(*(differences(*pair) for pair in pairs)), max(apart(*pair) for pair in pairs)
 
 
+def assert_near(engines, figures, layout, scenario):
+    """As near to the reference as one card, and as near to one card as that is to the reference."""
+    seen, want = engines.scenario(layout, scenario), engines.scenario(layout.twin, scenario)
+    spread, given, errors = one_card_twice(engines)[1], SCENARIOS[scenario][0][0], []
+    for run in (seen, want):
+        with torch.device("cuda"):
+            decoder = replaying(decoder_of(engines.checkpoint))
+            logits = engine_logits(decoder, given, run["answers"][0], run["cached"], CHUNK)
+        errors.append(rms(rows(run, 512), logits.log_softmax(-1).cpu()))
+    figures[f"{layout}, {scenario}"] = (
+        f"to one card {apart(seen, want):.4f}, to the reference {errors[0]:.4f}, one card to it {errors[1]:.4f}, "
+        f"one card twice {spread:.4f}")
+    assert apart(seen, want) <= 1.5 * max(spread, errors[1])
+    assert errors[0] <= 1.25 * errors[1] + 0.01
+    tokens, others = seen["answers"][0], want["answers"][0]
+    same = common(tokens, others)
+    if same < len(others):
+        best, second = rows(want, 512)[same].topk(2).values.tolist()
+        assert best - second < NEAR_TIE, f"token {same}: the best two differ by {best - second:.3f}"
+
+
+def other_batches(engines, layout, scenario) -> bool:
+    """Whether the first stage runs rows that one card leaves out: behind the last KV source, in steps that replay trims."""
+    return layout.partition[0] > engines.spec.kv_source_layer_ids[-1] and scenario not in ("20", "prompt")
+
+
 @pytest.mark.parametrize("scenario", ALONE)
 @pytest.mark.parametrize("layout", STAGED)
 def test_stages_equal_one_card(engines, figures, layout, scenario):
     """One request in flight: the same batches, so the same bits as far as one card repeats its own."""
+    if other_batches(engines, layout, scenario):
+        return assert_near(engines, figures, layout, scenario)
     seen, want = engines.scenario(layout, scenario), engines.same(layout, scenario)
     differ, (unlike, spread) = differences(seen, want), one_card_twice(engines)
     figures[f"{layout}, {scenario}"] = f"differ in {differ or 'nothing'} (rms {apart(seen, want):.6f})"
@@ -76,7 +106,9 @@ def test_several_requests_equal_the_replay_of_their_schedule(engines, figures, l
     assert any(len(requests) > 1 for requests, *_ in seen["steps"]) and drafted(want)
     found = differences(seen, want)
     figures[f"{layout}, several"] = f"differ in {found or 'nothing'}"
-    if not one_card_twice(engines)[0]:
+    if other_batches(engines, layout, "several"):
+        assert found <= {"log-probabilities", "taps"}
+    elif not one_card_twice(engines)[0]:
         assert not found
     alone = engines.scenario(layout.twin, "several")["answers"]
     equal = [common(tokens, others) for tokens, others in zip(seen["answers"], alone)]
@@ -121,26 +153,7 @@ def test_graphs_and_replay(engines, figures, layout):
 @pytest.mark.parametrize("scenario", GENERATED)
 @pytest.mark.parametrize("layout", GROUPS)
 def test_tensor_group_against_one_card(engines, figures, layout, scenario):
-    """As near to the reference as one card, and as near to one card as that is to the reference."""
-    seen, want = engines.scenario(layout, scenario), engines.scenario(layout.twin, scenario)
-    spread = one_card_twice(engines)[1]
-    given = SCENARIOS[scenario][0][0]
-    errors = []
-    for run in (seen, want):
-        with torch.device("cuda"):
-            decoder = replaying(decoder_of(engines.checkpoint))
-            logits = engine_logits(decoder, given, run["answers"][0], run["cached"], CHUNK)
-        errors.append(rms(rows(run, 512), logits.log_softmax(-1).cpu()))
-    figures[f"{layout}, {scenario}"] = (
-        f"to one card {apart(seen, want):.4f}, to the reference {errors[0]:.4f}, one card to it {errors[1]:.4f}, "
-        f"one card twice {spread:.4f}")
-    assert apart(seen, want) <= 1.5 * max(spread, errors[1])
-    assert errors[0] <= 1.25 * errors[1] + 0.01
-    tokens, others = seen["answers"][0], want["answers"][0]
-    same = common(tokens, others)
-    if same < len(others):
-        best, second = rows(want, 512)[same].topk(2).values.tolist()
-        assert best - second < NEAR_TIE, f"token {same}: the best two differ by {best - second:.3f}"
+    assert_near(engines, figures, layout, scenario)
 
 
 @pytest.mark.parametrize("layout", [case for case in GROUPS if case.values[0].eager])

@@ -147,7 +147,7 @@ class ReferenceDecoder:
             )
         state.tokens += len(tokens)
         if spec.num_nextn_predict_layers:
-            self.draft_context(torch.cat(taps, -1), positions, state)
+            self.draft_context(taps, positions, state)
         return self.linear(self.norm(self.collapse(x, pre), "norm"), "head")
 
     def streams(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -390,9 +390,9 @@ class ReferenceDecoder:
 
     # ------------------------------------------------------------------ what the draft reads (section 9)
 
-    def draft_context(self, taps: Tensor, positions: Tensor, state: State) -> None:
-        """Project the tapped streams [S, taps * D] and put them into each draft stage's window."""
-        main = self.norm(self.linear(taps, "mtp.0.main_proj"), "mtp.0.main_norm")
+    def draft_context(self, taps: list[Tensor], positions: Tensor, state: State) -> None:
+        """Project the tapped streams [S, D] and put them into each draft stage's window."""
+        main = self.norm(self.linear(torch.cat(taps, -1), "mtp.0.main_proj"), "mtp.0.main_norm")
         for stage in range(self.spec.num_nextn_predict_layers):
             self.window(f"mtp.{stage}.attn.", main, positions, False, state)
 
