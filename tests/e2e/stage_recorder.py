@@ -99,7 +99,8 @@ class StageRecorder:
             self.recorded["sent"].append(sent)
             if self.spoiled in tensors:
                 tensors[self.spoiled] = tensors[self.spoiled].clone()
-                tensors[self.spoiled][-1] *= -1
+                # Once is as good as twice: a stage between hands on what the one before spoiled.
+                tensors[self.spoiled][-1] = -tensors[self.spoiled][-1].abs()
         return output
 
     def _proposing(self, propose, window):
@@ -115,7 +116,7 @@ class StageRecorder:
         return proposing
 
     def spoil_stage(self, name: str | None) -> None:
-        """From now on negate the last row of this tensor where a stage sends it, or put token 7 into its first row
+        """From now on make the last row of this tensor negative where a stage sends it, or put token 7 into its first row
         where a later stage reads it (`input_ids`, `lookback_token_ids`). None ends it."""
         self.spoiled = name
 

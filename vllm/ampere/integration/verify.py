@@ -71,6 +71,7 @@ def require_patched(root: Path) -> None:
 ENGINE_OPS = (
     "sparse_mla_decode", "sparse_mla_prefill", "topk_slots", "inverse_rope", "compressor_insert", "key_norm_rope_store",
     "query_rope_quant", "paged_mqa_logits", "candidate_mqa_logits", "candidate_blocks", "select_topk", "engram_lookup",
+    "expert_order",
 )  # fmt: skip
 
 
