@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 from tqdm import tqdm
 
@@ -79,9 +79,11 @@ LAYOUTS = [Layout(*layout) for layout in (
     ("no-replay", (5, 3), True), ("no-replay", (6, 2), False), ("no-replay", (4, 4), False),
     ("tp2", (4, 2, 2), True), ("tp2", (5, 3), False), ("tp2", (4, 4), True),
 )]
-
-
 NAMED = {str(layout): layout for layout in LAYOUTS}
+
+
+class Stopped(Exception):
+    """Raised after a scenario: another thread of the search failed, or the search was interrupted."""
 
 
 @dataclass
@@ -223,9 +225,30 @@ def search(outcomes: list[Outcome], folder: Path, told: Callable[[Outcome], None
     for _, members in groupby(left, lambda outcome: NAMED[outcome.engine].group):
         members = list(members)
         shares += [members[at : at + SHARERS] for at in range(0, len(members), SHARERS)]
+    stopping = Event()
+
+    def telling(outcome: Outcome) -> None:
+        told(outcome)
+        if stopping.is_set():
+            raise Stopped
+
+    def search_share(share: list[Outcome]) -> None:
+        try:
+            if not stopping.is_set():
+                _search_share(share, folder, telling)
+        except Stopped:
+            pass
+        except BaseException:
+            stopping.set()
+            raise
+
     with ThreadPoolExecutor(at_once) as threads:
-        for ended in [threads.submit(_search_share, share, folder, told) for share in shares]:
-            ended.result()
+        try:
+            for _ in threads.map(search_share, shares):
+                pass
+        except BaseException:  # Ctrl-C too
+            stopping.set()
+            raise
 
 
 def _search_share(outcomes: list[Outcome], folder: Path, told: Callable[[Outcome], None]) -> None:

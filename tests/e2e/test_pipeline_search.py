@@ -3,6 +3,7 @@
 
 import json
 from itertools import chain
+from threading import Event
 
 import numpy as np
 import pytest
@@ -165,3 +166,26 @@ def test_engines_are_shared_out_by_group(tmp_path, monkeypatch):
     assert sorted(outcome.engine for share in shares for outcome in share) == sorted([*NAMED][1:])
     assert all(len({NAMED[outcome.engine].group for outcome in share}) == 1 for share in shares)
     assert max(map(len, shares)) <= 6 and len(shares) == 5
+
+
+def test_threads_stop_with_the_first_that_fails(tmp_path, monkeypatch):
+    """The other ends after the scenario it is in, and no share is begun."""
+    begun, ended = [], []
+    failing = Event()
+
+    def share(members, folder, told):
+        begun.append(members[0].engine)
+        if len(begun) == 1:
+            failing.wait(60)
+            raise ZeroDivisionError
+        failing.set()
+        while not ended:
+            try:
+                told(members[0])
+            except pipeline_search.Stopped:
+                ended.append(members[0].engine)
+
+    monkeypatch.setattr(pipeline_search, "_search_share", share)
+    with pytest.raises(ZeroDivisionError):
+        search([Outcome(name, []) for name in NAMED], tmp_path, lambda outcome: None, at_once=2)
+    assert len(begun) == 2 and ended == begun[1:]

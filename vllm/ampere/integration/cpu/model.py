@@ -42,7 +42,8 @@ from ...kernels.mhc.mhc_post import mhc_collapse, mhc_post
 def replace(owner, name: str, value) -> None:
     """Replace a name that upstream defines; a name it no longer defines is a fault of ours."""
     if not hasattr(owner, name):
-        raise AttributeError(f"vLLM has no {name} in {owner.__name__}: this overlay was written for 0.33.0")
+        place = getattr(owner, "__name__", owner)
+        raise AttributeError(f"vLLM has no {name} in {place}: this overlay was written for 0.33.0")
     setattr(owner, name, value)
 
 
