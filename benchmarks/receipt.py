@@ -36,7 +36,8 @@ def header(kind: str, scope: str) -> dict:
     return {
         "schema": SCHEMA, "kind": kind, "scope": scope, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(), "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip() or "unknown",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Where a file lies on that machine is nobody's business.
+        "command": " ".join(Path(word).name if word.startswith("/") else word for word in sys.argv),
     }
 
 
