@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -198,8 +199,13 @@ def selected(number: int | None, only: list[str] | None) -> list[Op]:
     return [all_ops()[name] for name in only or SETS.get(number) or all_ops()]
 
 
-def run(ops: list[Op]) -> tuple[Findings, str]:
-    """Check and time; returns what was found and which code ran on which card."""
+def run(ops: list[Op], told: Callable[[Findings, str], None]) -> Findings:
+    """Check and time.
+
+    Args:
+        ops: in this order.
+        told: called after each shape, and at the end, with what was found so far and which code ran on which card.
+    """
     native = torch.cuda.get_device_capability() < (8, 9)
     architecture = arch.of_device("cuda").name if native else "sm80"
     for name in () if native else ("TRITON_OVERRIDE_ARCH", "VLLM_AMPERE_ASSUME"):
@@ -208,6 +214,9 @@ def run(ops: list[Op]) -> tuple[Findings, str]:
     def ours():
         return lowered_for(architecture, native)
 
+    alike = ", ".join(rival.name for rival in rivals.RIVALS if rival.lowered_like_ours)
+    card = torch.cuda.get_device_name()
+    scope = f"{architecture} code of ours on {card}, and of {alike}; the other rivals compiled for the card"
     findings = Findings()
     ceilings, findings.samples["ceilings"] = floor.measure(ours)
     for name, value in ceilings.items():
@@ -230,9 +239,9 @@ def run(ops: list[Op]) -> tuple[Findings, str]:
 
                 done = measure(shape, findings, check, time)
                 print(f"{shape.figure}: {'timed' if done else 'FAILED'}", file=sys.stderr)
-    alike = ", ".join(rival.name for rival in rivals.RIVALS if rival.lowered_like_ours)
-    card = torch.cuda.get_device_name()
-    return findings, f"{architecture} code of ours on {card}, and of {alike}; the other rivals compiled for the card"
+                told(findings, scope)
+    told(findings, scope)
+    return findings
 
 
 def main() -> int:
@@ -246,18 +255,25 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: there is no card to measure\nhint: run it where torch finds a GPU", file=sys.stderr)
         return 2
-    findings, scope = run(selected(arguments.set, arguments.only))
-    for figure in findings.figures:
-        print(f"{figure['value']:>12.6g}  {figure['unit']:<9} {figure['id']}")
+    printed: set[str] = set()
+
+    def told(findings: Findings, scope: str) -> None:
+        """Print what is new and write the receipt: a run that is cut keeps what it found."""
+        for figure in findings.figures:
+            if figure["id"] not in printed:
+                print(f"{figure['value']:>12.6g}  {figure['unit']:<9} {figure['id']}", flush=True)
+                printed.add(figure["id"])
+        if arguments.output:
+            failed = len(findings.failures)
+            said = f"{findings.checked} cases and every shape against the reference in this run; failed: {failed}"
+            samples = findings.samples | {"absent": findings.absent, "failures": findings.failures}
+            receipt.write(arguments.output, "kernels", scope, said, findings.figures, samples)
+
+    findings = run(selected(arguments.set, arguments.only), told)
     for name, reason in findings.absent.items():
         print(f"{'absent':>12}  {name}: {reason}")
     for name, reason in findings.failures.items():
         print(f"{'FAILED':>12}  {name}: {reason}")
-    if arguments.output:
-        failed = len(findings.failures)
-        said = f"{findings.checked} cases and every shape against the reference in this run; failed: {failed}"
-        samples = findings.samples | {"absent": findings.absent, "failures": findings.failures}
-        receipt.write(arguments.output, "kernels", scope, said, findings.figures, samples)
     return 1 if findings.failures else 0
 
 
