@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every receipt says besides its figures: which machine, which versions, which commit, which command."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -64,7 +65,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+@functools.cache
 def _output(*command: str) -> str:
+    """What a command says of this machine and checkout; asked once, since receipts are written as figures come."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except OSError:
