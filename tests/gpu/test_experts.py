@@ -8,9 +8,12 @@ from tests.interpreter.test_experts import *  # noqa: F403
 from tests.interpreter.test_experts import OP, moved, produce, sized
 from vllm.ampere.kernels.moe.mxfp4_experts import OP as PLAIN
 from vllm.ampere.kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS, mxfp4_experts_decode
+from vllm.ampere.kernels.registry import Tolerance
 from vllm.ampere.testing.compare import assert_close
 
 pytestmark = pytest.mark.gpu
+# Marlin stores gate and up, and each expert's row, in bfloat16.
+MARLIN = Tolerance(1e-2, 1e-1)
 
 
 def test_graph_replay_follows_the_routing():
@@ -79,7 +82,7 @@ def test_marlin_and_the_decode_kernel_share_one_memory(experts, intermediate, ra
     spaces = [torch.full((tokens * 4 * 1152,), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     global_experts = everywhere if ranks > 1 else -1
     experts.marlin_experts(*shared, given["topk_weights"], ids, out, *spaces, 10.0, global_experts, expert_map)
-    assert_close(out.cpu(), want, PLAIN.tolerances["y"], "Marlin")
+    assert_close(out.cpu(), want, MARLIN, "Marlin")
     if tokens <= 16:
         bytes_of = [t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t for t in shared]
         arrived = torch.zeros(ARRIVAL_COUNTERS, dtype=torch.int32, device="cuda")
