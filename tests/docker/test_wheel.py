@@ -22,7 +22,8 @@ def printed(name: str, folder: Path, *options: str) -> str:
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with zipfile.ZipFile(environment.CACHE / PINS["vllm"]["wheel"]) as wheel:
         library = wheel.extract(f"vllm/{name}.abi3.so", folder)
-    return subprocess.run([cuobjdump, *options, library], check=True, capture_output=True, text=True, timeout=300).stdout
+    command = [cuobjdump, *options, library]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

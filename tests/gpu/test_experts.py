@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' kernels on the card: what the interpreter checks too, upstream's Marlin on the same memory, and graphs."""
+"""The experts' kernels on the card: what the interpreter checks too, Marlin on the same memory, and graphs."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def loaded(experts, given):
 @pytest.mark.parametrize("tokens", [1, 6, 16, 100, 700])
 @pytest.mark.parametrize("intermediate, ranks", [(288, 1), (576, 1), (96, 1), (256, 2)])
 def test_marlin_and_the_decode_kernel_share_one_memory(experts, intermediate, ranks, tokens):
-    """Both against the reference on the checkpoint's own layout; 700 tokens of 12 experts fill Marlin's largest blocks."""
+    """Both against the reference on the checkpoint's own layout; 700 tokens fill Marlin's largest blocks."""
     sizes = {"T": tokens, "E": 12, "D": 1024, "I": intermediate, "K": 4}
     given = PLAIN.cases[0].make(sizes, torch.Generator().manual_seed(tokens), "cpu")
     everywhere = 12 * ranks

@@ -244,7 +244,8 @@ def test_a_consumer_of_unweighted_rows_is_refused(method, on_stand_ins):
 
 def test_block_rows_are_upstreams():
     """Its loop, for the batches that a rank meets."""
-    for tokens, chosen, count in ((1, 6, 384), (60, 6, 384), (500, 6, 384), (2000, 6, 384), (8192, 6, 384), (97, 3, 128)):
+    batches = ((1, 6, 384), (60, 6, 384), (500, 6, 384), (2000, 6, 384), (8192, 6, 384), (97, 3, 128))
+    for tokens, chosen, count in batches:
         for rows in (8, 16, 32, 48, 64):
             if tokens * chosen / count / rows < 0.9:
                 break

@@ -112,6 +112,7 @@ def test_activation_rows_of_other_ranks_are_left_alone(device):
     given["gate_up"][given["expert_map"][given["topk_ids"].long()] < 0] = torch.nan
     want = produce(op, op.reference, given | {"out": given["out"].clone()})
     for ids in (given["topk_ids"], given["topk_ids"].long()):
-        got = produce(op, op.implementations[0].function, moved(given | {"topk_ids": ids, "out": given["out"].clone()}, device))
+        fresh = moved(given | {"topk_ids": ids, "out": given["out"].clone()}, device)
+        got = produce(op, op.implementations[0].function, fresh)
         assert_parity(op, {n: t.cpu() for n, t in got.items()}, want)
     assert want["out"].isnan().any(1).sum() == (given["expert_map"][given["topk_ids"].long()] < 0).sum() > 0

@@ -94,8 +94,8 @@ def clamped_swiglu(
 
     Numerics: float32, one rounding to bfloat16. A NaN stays in its element.
     Graph safety: allocates nothing, does not synchronise, depends on no host value.
-    Raises: ContractError on a wrong dtype, shape, stride or device, P below I, or one of the last two without the other.
-    Source: model_spec section 6; replaces `_C.silu_and_mul_with_clamp` and `swiglu_limit_func` between Marlin's products.
+    Raises: ContractError on a wrong dtype, shape, stride or device, P below I, or one of the last two tensors alone.
+    Source: model_spec section 6; replaces `_C.silu_and_mul_with_clamp` between Marlin's products.
     """
     OP.check(gate_up=gate_up, out=out, topk_ids=topk_ids, expert_map=expert_map)
     if out.shape[1] * 2 < gate_up.shape[1]:

@@ -48,12 +48,11 @@ def mxfp4_experts_decode(
         w2: int32 [E, 2*H, 2*D], MXFP4 in Marlin's layout; groups J and beyond are padding and not read.
         w2_scale: uint8 [E, H, D], UE8M0 in Marlin's order.
         topk_weights: float32 [T, K].
-        topk_ids: int32 or int64 [T, K]; without `expert_map` an id outside [0, E) is an expert of another rank and adds
-            nothing.
+        topk_ids: int32 or int64 [T, K]; without `expert_map` an id outside [0, E) is another rank's and adds nothing.
         out: bfloat16 [T, D], written in place; zero for a token without an expert here.
         arrived: int32 [C], zeros, and zeros again afterwards; calls that share it must not run at the same time.
         limit: clamp of the gate from above and of the up projection from both sides; 10 in the released model.
-        expert_map: int32 [X]: number on this rank of each expert that an id in [0, X) names, negative for another rank's.
+        expert_map: int32 [X]: number on this rank of each expert in [0, X), negative for another rank's.
         implementation: one asked for by name; default is the best for the device.
 
     Returns:
@@ -62,7 +61,7 @@ def mxfp4_experts_decode(
     Numerics: exact decoding save scale byte 0, which decodes as 0; float32 sums; weight * hidden activation is rounded
         to bfloat16 before W2. The same inputs give the same bits; another batch may add a token's terms in another order.
     Graph safety: allocates workspace, does not synchronise, depends on no host value.
-    Raises: ContractError on a wrong dtype, shape, stride or device, more than 16 tokens, fewer counters or H below J.
+    Raises: ContractError on a wrong dtype, shape, stride or device, more than 16 tokens, too few counters, H below J.
     Source: model_spec section 6; replaces `MarlinExperts` for small batches.
     """
     axes = OP.check(
