@@ -59,7 +59,7 @@ def mxfp4_experts_decode(
         None.
 
     Numerics: exact decoding save scale byte 0, which decodes as 0; float32 sums; weight * hidden activation is rounded
-        to bfloat16 before W2. The same inputs give the same bits; another batch may add a token's terms in another order.
+        to bfloat16 before W2. The same inputs give the same bits; another batch may add its terms in another order.
     Graph safety: allocates workspace, does not synchronise, depends on no host value.
     Raises: ContractError on a wrong dtype, shape, stride or device, more than 16 tokens, too few counters, H below J.
     Source: model_spec section 6; replaces `MarlinExperts` for small batches.
