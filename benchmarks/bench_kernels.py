@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels: are they right, and how far are they from their rivals and from what the card can do?
 
-    python benchmarks/bench_kernels.py [--set 1|2|3] [--only OP] [--output RECEIPT]
+    python benchmarks/bench_kernels.py [--set 1|2|3|4] [--only OP] [--output RECEIPT]
 
 Every op with a Triton implementation first runs its own cases against the reference. Each shape of shapes.py is then
 compared with the reference, and only if it agrees is it timed, beside its rivals, as vllm/ampere/testing/timing.py
@@ -40,6 +40,7 @@ SETS = {
     2: ("mhc_pre", "mhc_post", "mhc_collapse", "mhc_post_pre"),
     3: ("combine_topk_swa", "topk_slots", "window_slots", "mqa_logits", "paged_mqa_logits", "candidate_mqa_logits",
         "candidate_blocks", "mask_to_candidates", "select_topk", "query_rope_quant", "key_norm_rope_store"),
+    4: ("clamped_swiglu", "mxfp4_experts_decode"),
 }  # fmt: skip
 
 
@@ -247,7 +248,7 @@ def run(ops: list[Op], told: Callable[[Findings, str], None]) -> Findings:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer"
+        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 experts"
     )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
     parser.add_argument("--output", type=Path, help="receipt to write")

@@ -5,9 +5,11 @@ A rival that cannot run says why; the receipt lists it with that reason. What it
 ours (a dequantised workspace, padded heads) is prepared outside the timing, in the rival's favour.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -16,8 +18,10 @@ from vllm.ampere.kernels.indexer.candidate_topk import mask_to_candidates
 from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
 from vllm.ampere.kernels.launch import triton, unavailable
+from vllm.ampere.kernels.moe.marlin_layout import unpack, unpack_scales
 
 FLASHMLA_DECODE_HEADS = 64
+_REPACKED_EXPERTS = 16
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,65 @@ def _upstream_topk_decode(given):
     return call, lambda _: out.sort().values
 
 
+@functools.lru_cache(maxsize=1)
+def _stock_experts(w13, w13_scale, w2, w2_scale) -> tuple[torch.Tensor, ...]:
+    """The same experts as stock vLLM stores them for Marlin: gate before up, all three padded to 128."""
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
+
+    inner = w13_scale.shape[2] // 2
+    wider = -inner % 128
+    layer, parts = SimpleNamespace(params_dtype=torch.bfloat16), []
+    for first in range(0, len(w13), _REPACKED_EXPERTS):
+        some = slice(first, first + _REPACKED_EXPERTS)
+        gate_up = [p.unflatten(1, (-1, 2)).transpose(1, 2) for p in (unpack(w13[some]), unpack_scales(w13_scale[some]))]
+        gate_up = [torch.nn.functional.pad(part, (0, 0, 0, wider)).flatten(1, 2) for part in gate_up]
+        down = unpack(w2[some])[..., : inner // 2], unpack_scales(w2_scale[some])[..., : inner // 32]
+        down = [torch.nn.functional.pad(part, (0, wider // step)) for part, step in zip(down, (2, 32))]
+        found = prepare_moe_mxfp4_layer_for_marlin(layer, gate_up[0], down[0], gate_up[1], down[1], None, None)
+        parts.append(found[:4])
+    return tuple(torch.cat(part) for part in zip(*parts))
+
+
+def _everywhere(given) -> int:
+    return -1 if given["expert_map"] is None else len(given["expert_map"])
+
+
+def _marlin(given):
+    from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.scalar_type import scalar_types
+
+    w13, w2, w13_scale, w2_scale = _stock_experts(*(given[n] for n in ("w13", "w13_scale", "w2", "w2_scale")))
+    out, config = torch.empty_like(given["out"]), ApplyMoEActivationConfig(clamp_limit=given["limit"])
+
+    def call():
+        fused_marlin_moe(
+            given["x"], w13, w2, None, None, w13_scale, w2_scale, given["topk_weights"], given["topk_ids"],
+            scalar_types.float4_e2m1f.id, global_num_experts=_everywhere(given), expert_map=given["expert_map"],
+            output=out, activation_config=config,
+        )  # fmt: skip
+
+    return call, lambda _: out
+
+
+def _marlin_least_padding(given):
+    from vllm.ampere.integration.marlin_experts import marlin_experts
+
+    rows, hidden = given["topk_ids"].numel(), given["x"].shape[1]
+    inner = given["x"].new_empty(rows * given["w2"].shape[1] * 16)
+    wide = given["x"].new_empty(rows * max(hidden, given["w13"].shape[2] // 2))
+    scales = [given[name].view(torch.float8_e8m0fnu) for name in ("w13_scale", "w2_scale")]
+    out = torch.empty_like(given["out"])
+
+    def call():
+        marlin_experts(
+            given["x"], given["w13"], scales[0], given["w2"], scales[1], given["topk_weights"], given["topk_ids"],
+            out, inner, wide, given["limit"], _everywhere(given), given["expert_map"],
+        )  # fmt: skip
+
+    return call, lambda _: out
+
+
 @triton.jit
 def _empty_kernel(out_ptr):
     """As many programs as the merge has, and nothing to do."""
@@ -283,7 +346,7 @@ def _empty(given):
 
 
 _SPARSE = ("sparse_mla_decode", "sparse_mla_prefill")
-_PAGED, _TOPK = ("paged_mqa_logits",), ("select_topk",)
+_PAGED, _TOPK, _EXPERTS = ("paged_mqa_logits",), ("select_topk",), ("mxfp4_experts_decode",)
 RIVALS = (
     Rival("portable-bf16", "portable-bf16", _SPARSE, _portable_sparse_mla, _upstream, lowered_like_ours=True),
     Rival("flash_mla_with_kvcache", "flashmla", ("sparse_mla_decode",), _flashmla_decode, _needs_flashmla),
@@ -298,6 +361,8 @@ RIVALS = (
     Rival("top_k_per_row_prefill", "upstream", _TOPK, _upstream_topk_prefill, _upstream),
     Rival("top_k_per_row_decode", "upstream", _TOPK, _upstream_topk_decode, _upstream),
     Rival("torch-topk", "torch", _TOPK, _torch_topk, lambda: ""),
+    Rival("fused_marlin_moe", "marlin", _EXPERTS, _marlin, _upstream),
+    Rival("marlin_experts", "marlin-least-padding", _EXPERTS, _marlin_least_padding, _upstream, lowered_like_ours=True),
     Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
 )
 

@@ -5,10 +5,13 @@ A shape names its figures. `<figure>/vs-<rival>` is the rival's time over ours; 
 `floor-fraction`, one bound by arithmetic `mma-fraction`; attention reports `relative-error` against float64.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 
+from vllm.ampere.expert_layout import down_inputs
+from vllm.ampere.kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS
 from vllm.ampere.kernels.registry import Case, all_ops
 from vllm.ampere.testing.inputs import ascending_lists, kv_pages, normal
 
@@ -123,6 +126,56 @@ def _scores(sizes, generator, device):
     return {"scores": normal(generator, sizes["T"], sizes["S"], dtype=torch.float32, device=device), "k": sizes["K"]}
 
 
+# Ranks of a layout: (intermediate size, experts, ranks that share the experts).
+EXPERTS = {"tp8": (288, 384, 1), "tp4": (576, 384, 1), "tp2": (1152, 384, 1), "ep8": (2304, 48, 8)}
+
+
+@functools.lru_cache(maxsize=1)
+def _expert_weights(experts: int, hidden: int, inner: int, device: str) -> dict[str, torch.Tensor]:
+    """One layer's, of all inputs of a shape: what rotates is which experts the tokens choose."""
+    generator, held = torch.Generator().manual_seed(0), down_inputs(inner)
+
+    def words(*shape):
+        return torch.empty(shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator).to(device)
+
+    def scales(*shape):
+        return torch.empty(shape, dtype=torch.uint8).random_(118, 124, generator=generator).to(device)
+
+    made = {
+        "w13": words(experts, hidden // 16, 4 * inner), "w13_scale": scales(experts, hidden // 32, 2 * inner),
+        "w2": words(experts, held // 16, 2 * hidden), "w2_scale": scales(experts, held // 32, hidden),
+    }  # fmt: skip
+    made["w2"][:, inner // 16 :], made["w2_scale"][:, inner // 32 :] = 0, 0
+    return made
+
+
+def _chosen_experts(sizes, generator, device):
+    """Tokens that choose evenly among the experts of all ranks; every R-th is on this one."""
+    experts, ranks, hidden = sizes["E"], sizes["R"], sizes["D"]
+    everywhere = experts * ranks
+    ids = torch.rand(sizes["T"], everywhere, generator=generator).argsort(-1)[:, : sizes["K"]]
+    number = torch.arange(everywhere)
+    owner = torch.where(number % ranks == 0, number // ranks, -1).int()
+    return {
+        "x": normal(generator, sizes["T"], hidden, device=device),
+        **_expert_weights(experts, hidden, sizes["I"], str(device)),
+        "topk_weights": torch.rand(sizes["T"], sizes["K"], generator=generator).to(device),
+        "topk_ids": ids.int().contiguous().to(device),
+        "out": torch.empty(sizes["T"], hidden, dtype=torch.bfloat16, device=device),
+        "arrived": torch.zeros(ARRIVAL_COUNTERS, dtype=torch.int32, device=device),
+        "limit": 10.0,
+        "expert_map": owner.to(device) if ranks > 1 else None,
+    }
+
+
+def _experts(layout: str, tokens: int) -> Shape:
+    inner, experts, ranks = EXPERTS[layout]
+    sizes = {"T": tokens, "E": experts, "D": 5120, "I": inner, "K": 6, "R": ranks}
+    measures = ("vs-marlin", "vs-marlin-least-padding", FLOOR)
+    return _own("mxfp4_experts_decode", f"{layout}-m{tokens}", sizes, *measures, family="mxfp4_experts",
+                make=_chosen_experts)  # fmt: skip
+
+
 def _paged(requests: int, rows: int, label: str, keys: int, *measures: str) -> Shape:
     sizes = {"T": requests * rows, "N": 32, "R": requests, "P": 64, "S": keys}
     return _own("paged_mqa_logits", f"bs{requests}-q{rows}-{label}", sizes, *measures, make=_decode_rows)
@@ -174,4 +227,5 @@ def all_shapes() -> tuple[Shape, ...]:
         _own("select_topk", "n1m", {"T": 1, "S": 1 << 20, "C": 2048, "K": TOPK}, "vs-upstream", "vs-torch", FLOOR,
              family="candidate_topk", make=_scores),
     ]  # fmt: skip
-    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer)
+    experts = [_experts(layout, tokens) for layout in EXPERTS for tokens in (1, 6, 16)]
+    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer, *experts)

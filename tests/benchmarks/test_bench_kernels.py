@@ -47,6 +47,7 @@ FIGURES = (
     "mqa_logits/candidate-only/vs-dense",
     "paged_mqa_logits/{bs1,bs8,bs32}-q1-{ctx8k,ctx64k}/vs-deepgemm",
     "paged_mqa_logits/bs1-q6-{ctx64k,ctx512k}/{vs-flattened,vs-deepgemm,floor-fraction}",
+    "mxfp4_experts/{tp8,tp4,tp2,ep8}-{m1,m6,m16}/{vs-marlin,floor-fraction}",
 )
 # Sizes small enough for a CPU; an axis that a shape lacks is left out.
 SMALL = {"T": 6, "S": 24, "M": 16, "B": 4, "N": 4, "K": 16, "C": 64, "W": 16, "D": 256, "H": 4}
@@ -83,6 +84,8 @@ def _small(shape):
         sizes |= {"T": shape.case.sizes["T"] // shape.case.sizes["R"] * 2, "R": 2, "S": 130}
     if shape.op == "candidate_mqa_logits":
         sizes |= {"R": 6, "S": 130, "L": 5}
+    if shape.op == "mxfp4_experts_decode":
+        sizes = {"E": 4, "D": 256, "I": 96, "K": 3}
     if "lengths" in shape.case.sizes:
         sizes |= {"lengths": [70]}
     if shape.op == "merge_attn_states":

@@ -26,7 +26,7 @@ from vllm.ampere.testing import tiny_tokenizer
 FITTING = {
     "a100-80g-x8-tp8": (8, "", False),
     "a100-80g-x8-tp8-ep": (8, "", True),
-    "a6000-48g-x8-tp4-pp2": (4, "20,20", True),
+    "a6000-48g-x8-tp4-pp2": (4, "20,20", False),
     "a800-80g-x8-tp4-pp2": (4, "20,20", False),
 }
 TWO_NODES = "a800-40g-x16-tp8-pp2"
@@ -264,7 +264,7 @@ def test_the_cards_of_this_machine_are_planned_for(dry, serve, release, monkeypa
     (("{release}",), 1, "cannot see this machine's cards", "name the cards instead"),
     (("{release}", "--gpus", "8x"), 2, "'8x' is no set of cards", "write CARDSxGIB"),
     (("{release}", "--gpus", "4x80", "--preset", "a100-80g-x8-tp8"), 1, "TP8xPP1 takes 8 cards, there are 4", "plan --all"),
-    (("{release}", "--gpus", "8x24", "--preset", "a100-80g-x8-tp8"), 1, "lacks 35.70 GiB", "without the draft:"),
+    (("{release}", "--gpus", "8x24", "--preset", "a100-80g-x8-tp8"), 1, "lacks 25.49 GiB", "without the draft:"),
     (("{release}", "--gpus", "6x64", "--partition", "8,12,20"), 1, "layers 20-39 lacks 24.38 GiB", "divided 14,14,12: 24.38"),
     (("{release}", "--gpus", "8x80", "--nodes", "2"), 2, "--nodes 2 contradicts a box of 1", "leave out one"),
     (("{release}", "--nodes", "0"), 2, "'0' is no count", "serve --help"),

@@ -75,7 +75,7 @@ def test_presets_in_json(plan):
 def test_a_refused_layout_prints_no_arguments(plan):
     status, out, err = plan("--preset", "a100-80g-x4-tp4", "--format", "args")
     assert (status, out) == (1, "")
-    assert err.startswith("error: a card with layers 0-39 lacks 4.30 GiB") and "hint: without the draft" in err
+    assert err.startswith("error: a card with layers 0-39 lacks 4.21 GiB") and "hint: without the draft" in err
 
 
 def test_a_relayed_cut(plan):

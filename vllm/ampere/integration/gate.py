@@ -3,10 +3,13 @@
 
 import functools
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from .. import arch
 from ..arch import Architecture
+
+logger = init_logger(__name__)
 
 
 @functools.cache
@@ -39,3 +42,15 @@ def attention_class(vllm_config):
     from .attention import AmpereDeepseekV4Attention
 
     return AmpereDeepseekV4Attention
+
+
+def expert_method(moe_config):
+    """The method class of a layer's MXFP4 experts, or None for upstream's choice."""
+    if architecture() in (None, arch.CPU):
+        return None
+    from .marlin_experts import AmpereMxfp4MoEMethod, declines
+
+    if reason := declines(moe_config):
+        logger.warning_once("experts keep upstream's padding: ours does not serve %s", reason)
+        return None
+    return AmpereMxfp4MoEMethod

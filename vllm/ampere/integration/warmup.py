@@ -8,6 +8,7 @@ not specialised, nor is the alignment of metadata, which is sliced at any token.
 all batches, except for the constants enumerated here.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms import current_platform
 
 from ..kernels.indexer.candidate_topk_triton import chunk_entries
+from ..kernels.moe.mxfp4_experts_decode import MAX_TOKENS
 from ..kernels.registry import Case, all_ops
 
 # Rows a page, and columns: any multiple of 16 gives the same binary.
@@ -152,6 +154,15 @@ def register(layer, vllm_config) -> None:
     if mhc.mhc_fused_post_pre_splits(hidden, streams):
         mhc._MHC_FUSED_TILELANG_KERNEL.register_warmup(vllm_config, hidden_size=hidden, hc_mult=streams)
     mhc._MHC_POST_TILELANG_KERNEL.register_warmup(hidden_size=hidden, hc_mult=streams)
+
+
+@functools.cache
+def compile_experts(hidden: int, intermediate: int, chosen: int, mapped: bool) -> None:
+    """Compile `mxfp4_experts_decode` for experts of this shape, at once: the draft's load under no registry."""
+    if current_platform.is_cuda():
+        sizes = {"E": chosen, "D": hidden, "I": intermediate, "K": chosen, "R": 1 + mapped}
+        for tokens in range(1, MAX_TOKENS + 1):
+            _call("mxfp4_experts_decode", T=tokens, **sizes).run(current_platform.device_type)
 
 
 def register_shadow(shadow) -> None:

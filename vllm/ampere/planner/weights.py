@@ -2,8 +2,8 @@
 """Bytes of weights on every rank, to the byte of each tensor of the table (model_spec section 14).
 
 How vLLM holds them on Ampere: dense E4M3 weights with their scales repeated to one byte a row and 32 inputs,
-padded to Marlin's tiles; `wo_a` decoded to bfloat16; experts as stored, each rank's slice of the intermediate
-dimension padded to 128 and the hidden one to 256. Embedding, head, `wq_b`, `wo_a`, `wo_b`, shared and routed
+padded to Marlin's tiles; `wo_a` decoded to bfloat16; experts as stored, save that the down projection's inputs on
+a rank are padded as `expert_layout` says. Embedding, head, `wq_b`, `wo_a`, `wo_b`, shared and routed
 experts, the engram projection and the vision tower are sharded over the tensor group, all else is on each rank.
 """
 
@@ -15,13 +15,13 @@ from functools import cached_property
 from typing import Iterable, Mapping, NamedTuple
 
 from ..cache_layout import ENGRAM_DIM, ENGRAM_SCALES
+from ..expert_layout import down_inputs
 from ..model_spec import ModelSpec
 from ..tensor_table import TILE, TensorSpec, expected_tensors
 from .pipeline import Stage, copied_source
 
 # Sizes of the released vision tower that ModelSpec does not carry.
 RELEASED_VISION = {"hidden_size": 1024, "intermediate_size": 2816, "patch_size": 14, "downsample_ratio": 3}
-_MARLIN_INTERMEDIATE, _MARLIN_HIDDEN = 128, 256
 _HUGE_PAGE_BYTES = 2**21
 _COLUMN = re.compile(r"((?<!indexer)\.wq_b|\.wo_a|shared_experts\.w[13]|engram\.wkv)$")
 _ROW = re.compile(r"\.(wo_b|shared_experts\.w2)$")
@@ -182,8 +182,8 @@ def _expert_bytes(kind: _Kind, count: int, tensor: int, whole: bool) -> tuple[in
         count = -(-count // tensor)
     else:
         intermediate //= tensor
-    padded = _up(intermediate, _MARLIN_INTERMEDIATE) * _up(hidden, _MARLIN_HIDDEN)
-    return count * intermediate * hidden // values, count * padded // values
+    padded = down_inputs(intermediate) if wide else intermediate
+    return count * intermediate * hidden // values, count * padded * hidden // values
 
 
 def _dense_bytes(kind: _Kind, tensor: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from torch.nn.functional import silu, softplus
 
 from ..quantization.reference import mxfp4_decode_ref
 from ..row_tiles import pad_rows, row_matmul
+from .marlin_layout import unpack, unpack_scales
 
 
 def route_ref(logits, bias, k, scaling, image_bias=None, image_mask=None):
@@ -20,17 +21,51 @@ def route_ref(logits, bias, k, scaling, image_bias=None, image_mask=None):
 
 def mxfp4_experts_ref(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, limit):
     """See `mxfp4_experts`."""
+
+    def matrices(expert):
+        return mxfp4_decode_ref(w13[expert], w13_scale[expert]), mxfp4_decode_ref(w2[expert], w2_scale[expert])
+
+    return _sum_of_experts(x, len(w13), matrices, topk_weights, topk_ids, limit)
+
+
+def _sum_of_experts(x, experts, matrices, topk_weights, topk_ids, limit):
+    """`matrices`: expert -> its W1 over W3 and its W2, float32."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
-        if not 0 <= expert < w13.shape[0]:
+        if not 0 <= expert < experts:
             continue
         token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
-        rows = pad_rows(x[token].float())
-        gate, up = row_matmul(rows, mxfp4_decode_ref(w13[expert], w13_scale[expert])).chunk(2, -1)
+        gate_up, down = matrices(expert)
+        gate, up = row_matmul(pad_rows(x[token].float()), gate_up).chunk(2, -1)
         hidden = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-        y = row_matmul(hidden.to(x.dtype).float(), mxfp4_decode_ref(w2[expert], w2_scale[expert]))
+        y = row_matmul(hidden.to(x.dtype).float(), down)
         out.index_add_(0, token, y[: len(token)] * topk_weights[token, choice, None])
     return out.to(x.dtype)
+
+
+def clamped_swiglu_ref(gate_up, out, limit, topk_ids=None, expert_map=None):
+    """See `clamped_swiglu`."""
+    gate, up = gate_up.float().unflatten(1, (-1, 2)).unbind(-1)
+    y = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    y = torch.nn.functional.pad(y, (0, out.shape[1] - y.shape[1])).to(out.dtype)
+    here = slice(None) if expert_map is None else expert_map[topk_ids.long()] >= 0
+    out[here] = y[here]
+
+
+def mxfp4_experts_decode_ref(
+    x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, out, arrived, limit, expert_map=None
+):
+    """See `mxfp4_experts_decode`."""
+    ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    inner = w13_scale.shape[2] // 2
+
+    def matrices(expert):
+        one = slice(expert, expert + 1)
+        pairs = mxfp4_decode_ref(unpack(w13[one])[0], unpack_scales(w13_scale[one])[0])
+        down = mxfp4_decode_ref(unpack(w2[one])[0], unpack_scales(w2_scale[one])[0])
+        return torch.cat([pairs[::2], pairs[1::2]]), down[:, :inner].contiguous()
+
+    out.copy_(_sum_of_experts(x, len(w13), matrices, topk_weights, ids, limit))
 
 
 def expert_order_ref(order, ids, experts, padded, block_size, count, expert_map=None):
