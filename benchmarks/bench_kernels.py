@@ -25,7 +25,7 @@ from vllm.ampere import arch  # noqa: E402
 from vllm.ampere.kernels.registry import Op, all_ops  # noqa: E402
 from vllm.ampere.testing.compare import assert_close, difference  # noqa: E402
 from vllm.ampere.testing.parity import assert_parity, produce  # noqa: E402
-from vllm.ampere.testing.timing import GraphReplay, launches, race, rotation_count, spread  # noqa: E402
+from vllm.ampere.testing.timing import EagerCalls, GraphReplay, launches, race, rotation_count, spread  # noqa: E402
 
 # Ops whose error is counted against float64; their references compute so on request.
 FLOAT64 = ("sparse_mla_decode", "sparse_mla_prefill")
@@ -39,6 +39,7 @@ SETS = {
     2: ("mhc_pre", "mhc_post", "mhc_collapse", "mhc_post_pre"),
     3: ("combine_topk_swa", "topk_slots", "window_slots", "mqa_logits", "paged_mqa_logits", "candidate_mqa_logits",
         "candidate_blocks", "mask_to_candidates", "select_topk", "query_rope_quant", "key_norm_rope_store"),
+    4: ("markov_sampler",),
 }  # fmt: skip
 
 
@@ -139,10 +140,11 @@ def time_shape(
     """Time a shape beside its rivals, and add its figures."""
     sizes = shape.case.sizes
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    timed = EagerCalls if shape.eager else GraphReplay
     inputs = [shape.case.inputs(seed, device) for seed in range(rotation_count(op.bytes_moved(sizes), l2_bytes))]
     own = [lambda given=given: function(**given) for given in inputs]
     with ours():
-        replays = {"ours": GraphReplay(own)}
+        replays = {"ours": timed(own)}
         count = launches(own[0])
     against = {}
     for rival in rivals.rivals_of(op.name, shape.rivals):
@@ -156,7 +158,7 @@ def time_shape(
                 returned = call()
                 off = same_work(op, result(returned), reference, inputs[0]) if result else 0.0
                 assert off <= RIVAL_RELATIVE_NORM, f"its result is off by {off:.1e}"
-                replays[rival.name] = GraphReplay([call for call, _ in prepared])
+                replays[rival.name] = timed([call for call, _ in prepared])
             except Exception as fault:  # it is upstream's, and this card may be none of its own
                 reason = f"{type(fault).__name__}: {fault}".splitlines()[0]
                 findings.absent[f"{shape.figure}: {rival.name}"] = reason
@@ -238,7 +240,7 @@ def run(ops: list[Op]) -> tuple[Findings, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer"
+        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 draft sampler"
     )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
     parser.add_argument("--output", type=Path, help="receipt to write")

@@ -8,6 +8,7 @@ ours (a dequantised workspace, padded heads) is prepared outside the timing, in 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -16,6 +17,7 @@ from vllm.ampere.kernels.indexer.candidate_topk import mask_to_candidates
 from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
 from vllm.ampere.kernels.launch import triton, unavailable
+from vllm.ampere.kernels.spec_decode.markov_sampler import OP as MARKOV_SAMPLER
 
 FLASHMLA_DECODE_HEADS = 64
 
@@ -271,6 +273,46 @@ def _upstream_topk_decode(given):
     return call, lambda _: out.sort().values
 
 
+class _GivenLogits:
+    """Stands for hidden states: what the loop gathers of them, and what the draft model makes of that, is there."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def __getitem__(self, indices):
+        return self.logits
+
+
+def upstream_loop(given):
+    """Upstream's sampling of a draft block, its own code, on a model that is the two weights of the Markov head."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    logits, device = given["base_logits"].flatten(0, 1), given["base_logits"].device
+    requests, steps, _ = given["base_logits"].shape
+    loop = object.__new__(DSparkSpeculator)
+    loop.model = SimpleNamespace(
+        compute_draft_logits=lambda hidden: hidden,
+        markov_embed=lambda token: torch.nn.functional.embedding(token, given["embed"]),
+        markov_bias=lambda embedding: torch.nn.functional.linear(embedding, given["head"]),
+        map_draft_to_target=lambda token: token,
+    )
+    loop.num_speculative_steps, loop.use_fp64_gumbel, loop.use_confidence_head = steps, False, False
+    loop._draft_topk = loop.acceptance_estimator = loop.draft_watermarker = loop._d2t_scatter_index = None
+    loop.draft_logits, loop.temperature, loop.seeds = (given[n] for n in ("draft_logits", "temperature", "seeds"))
+    loop.input_buffers = SimpleNamespace(input_ids=given["last_token"])
+    loop.sample_indices = loop._anchor_idx = torch.arange(requests * steps, device=device)
+    loop.sample_idx_mapping, loop.sample_pos = given["request"].flatten(), given["position"].flatten()
+    loop._step_cols = torch.arange(steps, dtype=torch.int32, device=device)
+    loop.draft_tokens = torch.zeros(requests, steps, dtype=torch.int64, device=device)
+    return lambda: loop._sample_sequential(requests, _GivenLogits(logits)), lambda _: loop.draft_tokens
+
+
+def _product_inside(given):
+    """Our other implementation, which computes the bias itself."""
+    inside = next(i.function for i in MARKOV_SAMPLER.implementations if i.name == "triton-inside")
+    return lambda: inside(**given), lambda tokens: tokens
+
+
 @triton.jit
 def _empty_kernel(out_ptr):
     """As many programs as the merge has, and nothing to do."""
@@ -298,6 +340,8 @@ RIVALS = (
     Rival("top_k_per_row_prefill", "upstream", _TOPK, _upstream_topk_prefill, _upstream),
     Rival("top_k_per_row_decode", "upstream", _TOPK, _upstream_topk_decode, _upstream),
     Rival("torch-topk", "torch", _TOPK, _torch_topk, lambda: ""),
+    Rival("upstream-loop", "upstream-loop", ("markov_sampler",), upstream_loop, _upstream, lowered_like_ours=True),
+    Rival("inside", "inside", ("markov_sampler",), _product_inside, unavailable, lowered_like_ours=True),
     Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
 )
 

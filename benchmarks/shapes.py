@@ -27,12 +27,14 @@ class Shape:
         op: name in the registry.
         case: sizes under the op's own names, so that its bytes and flops count them, and how to make inputs.
         measures: last parts of its figures' ids, besides time and launches.
+        eager: calls are timed one by one, with the host's time, instead of as a graph.
     """
 
     figure: str
     op: str
     case: Case
     measures: tuple[str, ...]
+    eager: bool = False
 
     @property
     def rivals(self) -> tuple[str, ...]:
@@ -133,6 +135,13 @@ def _inside(label: str, keys: int, *measures: str) -> Shape:
     return _own("candidate_mqa_logits", label, sizes, *measures, family="mqa_logits", make=_listed)
 
 
+def _draft_block(requests: int, mode: str) -> Shape:
+    """Five steps over the model's vocabulary: greedy ones, or with noise and the logits recorded."""
+    sizes = {"R": requests, "S": 5, "V": 129_280, "F": 256, "drafts": "noise" in mode}
+    shape = _own("markov_sampler", f"bs{requests}-{mode}", sizes, "vs-upstream-loop", "vs-inside", FLOOR)
+    return replace(shape, eager=mode == "eager")
+
+
 def all_shapes() -> tuple[Shape, ...]:
     """The whole table."""
     attention = ("vs-portable-bf16", "vs-flashmla")
@@ -174,4 +183,5 @@ def all_shapes() -> tuple[Shape, ...]:
         _own("select_topk", "n1m", {"T": 1, "S": 1 << 20, "C": 2048, "K": TOPK}, "vs-upstream", "vs-torch", FLOOR,
              family="candidate_topk", make=_scores),
     ]  # fmt: skip
-    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer)
+    sampler = [_draft_block(b, mode) for b in (1, 8) for mode in ("eager", "graph", "noise-graph")]
+    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer, *sampler)

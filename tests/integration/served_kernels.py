@@ -19,7 +19,7 @@ def main(job: dict) -> None:
     from vllm import LLM, SamplingParams
 
     from vllm.ampere.integration.attention import AmpereDeepseekV4Attention
-    from vllm.ampere.integration.warmup import KERNELS
+    from vllm.ampere.integration.warmup import DRAFT_KERNELS, KERNELS
 
     llm = LLM(model=job["checkpoint"], skip_tokenizer_init=True, **job["options"])
     engine = llm.llm_engine
@@ -30,6 +30,8 @@ def main(job: dict) -> None:
             if isinstance(layer, AmpereDeepseekV4Attention):
                 for call in KERNELS.get_warmup_keys(layer):
                     call.run("cpu")
+        for call in DRAFT_KERNELS.get_warmup_keys(runner.vllm_config):
+            call.run("cpu")
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
     waiting = list(enumerate(job["prompts"]))
     with recorded_ops() as served:

@@ -71,6 +71,19 @@ def serve_attention(rows: int, first: int, requests: int) -> None:
                norm_weight=torch.empty(128, dtype=torch.bfloat16), cache=torch.empty(4, PAGE, 132, dtype=torch.uint8))
 
 
+def serve_drafts(requests: int, vocabulary: int, steps: int, noise: bool) -> None:
+    """A draft block of states in any order; without noise it is a shard's, whose logits are a slice of wider rows."""
+    logits = torch.empty(requests, steps, vocabulary + 64, dtype=torch.bfloat16)[..., :vocabulary]
+    if noise:
+        logits = torch.empty(requests, steps, vocabulary, dtype=torch.bfloat16)
+    states, placed = torch.empty(40, dtype=torch.int64), torch.zeros(requests, steps, dtype=torch.int64)
+    weights = torch.empty(2, 2 * vocabulary, 256, dtype=torch.bfloat16)
+    launch("markov_sampler", base_logits=logits, embed=weights[0], head=weights[1, vocabulary:], request=placed,
+           last_token=torch.zeros(requests, dtype=torch.int32), position=placed, temperature=states.float(), seeds=states,
+           draft_logits=torch.empty(40, steps, 2 * vocabulary, dtype=torch.bfloat16) if noise else None,
+           first_token=vocabulary, exchange=None if noise else lambda words: words[None].repeat(requests, 1))
+
+
 def serve_index(rows: int, first: int, width: int) -> None:
     """Launches of an indexer on a slice of rows, at a context that gives scores of some width."""
     q = torch.empty(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
@@ -91,6 +104,25 @@ def serve_index(rows: int, first: int, width: int) -> None:
         *given, request, visible, listed, BLOCK_SIZE
     )
     launch("select_topk", scores=inside, k=TOPK, visible=visible, candidates=listed, block_size=BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("method, ranks", [("greedy", 2), ("probabilistic", 1), ("probabilistic", 8)])
+def test_every_draft_block_reaches_exactly_what_was_warmed(method, ranks):
+    from vllm.ampere.integration.warmup import DRAFT_KERNELS
+
+    config = types.SimpleNamespace(
+        speculative_config=types.SimpleNamespace(
+            use_dspark=lambda: True, draft_sample_method=method, num_speculative_tokens=5),
+        parallel_config=types.SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=types.SimpleNamespace(hf_config=types.SimpleNamespace(dspark_markov_rank=256)),
+    )
+    with recorded_launches() as warmed:
+        for call in DRAFT_KERNELS.get_warmup_keys(config):
+            launch(call.op, **call.inputs("cpu"))
+    with recorded_launches() as served:
+        for requests in range(1, 34):
+            serve_drafts(requests, (1616, 3232)[requests % 2], 5, method == "probabilistic")
+    assert served == warmed and len(served) == (2 if method == "greedy" else 1)
 
 
 def test_every_batch_and_context_reaches_exactly_what_was_warmed():

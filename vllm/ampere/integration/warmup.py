@@ -33,7 +33,7 @@ class Call:
     """
 
     op: str
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int | bool], ...]
 
     def inputs(self, device: str | torch.device) -> dict:
         return Case("", dict(self.sizes), all_ops()[self.op].cases[0].make).inputs(device=device)
@@ -115,6 +115,20 @@ class ShadowKernels(AmpereKernels):
         return [insert_call(shadow.compress_ratio), *keys]
 
 
+class DraftKernels(AmpereKernels):
+    """What samples the draft block."""
+
+    def get_warmup_keys(self, vllm_config) -> list[Call]:
+        drafts = vllm_config.speculative_config
+        if drafts is None or not drafts.use_dspark():
+            return []
+        noise = drafts.draft_sample_method == "probabilistic"
+        shards = not noise and vllm_config.parallel_config.tensor_parallel_size > 1
+        rank = vllm_config.model_config.hf_config.dspark_markov_rank
+        steps = drafts.num_speculative_tokens
+        return [_call("markov_sampler", R=1, S=steps, V=_COLUMNS, F=rank, drafts=noise, shards=shards)]
+
+
 class TokenLogprobs(VllmJitKernel[int]):
     """Upstream's log-probabilities of chosen tokens, whose block follows the number that a request asks for."""
 
@@ -133,7 +147,7 @@ class TokenLogprobs(VllmJitKernel[int]):
         compute_token_logprobs(logits, torch.zeros(1, compile_key, dtype=torch.int64, device=device))
 
 
-KERNELS, SHADOW_KERNELS, TOKEN_LOGPROBS = AmpereKernels(), ShadowKernels(), TokenLogprobs()
+KERNELS, SHADOW_KERNELS, DRAFT_KERNELS, TOKEN_LOGPROBS = AmpereKernels(), ShadowKernels(), DraftKernels(), TokenLogprobs()
 
 
 def register(layer, vllm_config) -> None:
@@ -143,6 +157,7 @@ def register(layer, vllm_config) -> None:
     from vllm.model_executor.kernels.mhc import tilelang_kernels as mhc
 
     KERNELS.register_warmup(layer)
+    DRAFT_KERNELS.register_warmup(vllm_config)
     TOKEN_LOGPROBS.register_warmup(vllm_config)
     hidden, streams = layer.hidden_size, vllm_config.model_config.hf_config.hc_mult
     for columns in (hidden, streams * hidden):  # one stream in the first layer

@@ -113,7 +113,7 @@ def _markov_step_kernel(
             _settle(best, row, live, tokens_ptr, steps, step, embed_ptr, stride_embed, next_ptr, F, RANK)
 
 
-@triton.jit(do_not_specialize=["shards", "requests", "step"])
+@triton.jit(do_not_specialize=["words_ptr", "shards", "requests", "step"])
 def _markov_choose_kernel(
     words_ptr, tokens_ptr, embed_ptr, next_ptr, stride_embed, steps, shards, requests, step,
     F: tl.constexpr, RANK: tl.constexpr, SHARDS: tl.constexpr,
@@ -178,7 +178,7 @@ COMPILES = (
         )
         for tile in (APART, INSIDE) for drafts in (False, True) for whole in (True, False)
     ),
-    Launch(_markov_choose_kernel, _EMBED | {"words_ptr": "*i64:16", "shards": "i32"}, {"SHARDS": _SHARDS} | _WIDTH, num_warps=1),
+    Launch(_markov_choose_kernel, _EMBED | {"words_ptr": "*i64", "shards": "i32"}, {"SHARDS": _SHARDS} | _WIDTH, num_warps=1),
 )  # fmt: skip
 
 
@@ -251,7 +251,8 @@ def _inputs(sizes, generator, device):
     if requests > 2:
         request[-1] = -1
     first = integers(generator, 0, 1 << 18, requests)
-    return {
+    shard = {"exchange": lambda words: words[None]} if sizes.get("shards") else {}
+    return shard | {
         "base_logits": normal(generator, requests, steps, vocab, device=device),
         "embed": integers(generator, -4, 5, vocab, rank).div(4).bfloat16().to(device),
         "head": integers(generator, -4, 5, vocab, rank).div(rank).bfloat16().to(device),
@@ -293,10 +294,13 @@ OP = Op(
     tolerances={"tokens": EXACT, "draft_logits": EXACT},
     cases=tuple(
         Case(
-            f"r{r}_v{v}_f{f}{'_drafts' if drafts else ''}", {"R": r, "S": 5, "V": v, "F": f, "drafts": drafts}, _inputs
+            f"r{r}_v{v}_f{f}{'_drafts' if drafts else ''}{'_shard' if shard else ''}",
+            {"R": r, "S": 5, "V": v, "F": f, "drafts": drafts, "shards": shard},
+            _inputs,
         )
-        for r, v, f, drafts in (
-            (0, 100, 32, False), (1, 5000, 256, False), (3, 1027, 64, True), (17, 513, 32, True), (64, 80, 32, False),
+        for r, v, f, drafts, shard in (
+            (0, 100, 32, False, False), (1, 5000, 256, False, False), (3, 1027, 64, True, False),
+            (17, 513, 32, True, True), (64, 80, 32, False, False),
         )
     ),
     bytes_moved=lambda s: s["S"] * (s["V"] * s["F"] * 2 + s["R"] * s["V"] * (2 + 2 * s["drafts"])),
