@@ -3,7 +3,8 @@
 
     python served_kernels.py '{"checkpoint": DIR, "options": {...}, "prompts": [[...], ...], "max_tokens": N}'
 
-Prints JSON: "served", the keys of all launches while requests ran, and "warmed", those of the warm-up's calls.
+Prints JSON: "served", the keys of all launches while requests ran, "warmed", those of the warm-up's calls, and
+"kept_streams", the shape of the streams that the model keeps for a draft, or null.
 """
 
 import json
@@ -40,7 +41,9 @@ def main(job: dict) -> None:
                 number, prompt = waiting.pop(0)
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
             engine.step()
-    print(json.dumps({"served": sorted(served), "warmed": sorted(warmed)}))
+    kept = runner.get_model().get_mtp_target_hidden_states()
+    shape = kept if kept is None else list(kept.shape)
+    print(json.dumps({"served": sorted(served), "warmed": sorted(warmed), "kept_streams": shape}))
 
 
 if __name__ == "__main__":

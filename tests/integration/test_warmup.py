@@ -149,11 +149,11 @@ UPSTREAM_ON_A_CARD = {
 }
 
 
-def test_the_engine_reaches_nothing_else(tmp_path):
-    """With drafts: prefill in chunks, steps that mix prefill and decode, decode of one row and of six.
-
-    The engram look-up has one binary, which upstream's first dummy request compiles.
-    """
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """What an engine with drafts launches and holds: prefill in chunks, steps that mix prefill and decode, decode of
+    one row and of six."""
+    tmp_path = tmp_path_factory.mktemp("engine")
     prompts = [[(7 * n + i) % 100 + 3 for i in range(length)] for n, length in enumerate((1, 20, 45, 700, 3, 17))]
     options = OPTIONS | {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
     checkpoint = tiny_checkpoint.write(tmp_path / "parrot", "parrot")
@@ -161,11 +161,21 @@ def test_the_engine_reaches_nothing_else(tmp_path):
     script = Path(__file__).with_name("served_kernels.py")
     ended = run([str(script), json.dumps(job)], tmp_path / "log", 500)
     assert ended.code == 0, ended.output[-4000:]
-    seen = json.loads(ended.output.strip().splitlines()[-1])
-    served, warmed = ({tuple(k) for k in seen[name]} for name in ("served", "warmed"))
+    return json.loads(ended.output.strip().splitlines()[-1])
+
+
+def test_the_engine_reaches_nothing_else(engine):
+    """The engram look-up has one binary, which upstream's first dummy request compiles."""
+    served, warmed = ({tuple(k) for k in engine[name]} for name in ("served", "warmed"))
     others = sorted(name for name, _ in served - warmed if name not in UPSTREAM_ON_A_CARD)
     assert others == ["_engram_lookup_kernel"], sorted(served - warmed)
     assert {name for name, _ in warmed - served} == {"_largest_kernel"}  # its second round starts at 8,192 rows
+
+
+def test_drafts_are_sampled_by_our_kernel_and_no_streams_are_kept_for_them(engine):
+    """Patches 0540 and 0550."""
+    assert "_markov_step_kernel" in {name for name, _ in engine["served"]}
+    assert engine["kept_streams"] is None
 
 
 @triton.jit
