@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels: are they right, and how far are they from their rivals and from what the card can do?
 
-    python benchmarks/bench_kernels.py [--set 1|2|3] [--only OP] [--output RECEIPT]
+    python benchmarks/bench_kernels.py [--set 1|2|3|4] [--only OP] [--output RECEIPT]
 
 Every op with a Triton implementation first runs its own cases against the reference. Each shape of shapes.py is then
 compared with the reference, and only if it agrees is it timed, beside its rivals, as vllm/ampere/testing/timing.py

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -78,6 +79,10 @@ def _needs_deep_gemm() -> str:
     from vllm.utils.deep_gemm import is_deep_gemm_supported
 
     return "" if is_deep_gemm_supported() else "vLLM finds no DeepGEMM for this card"
+
+
+def _needs_tilelang() -> str:
+    return _upstream() or ("" if importlib.util.find_spec("tilelang") else "tilelang is not installed")
 
 
 def _workspace(given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -273,6 +278,41 @@ def _upstream_topk_decode(given):
     return call, lambda _: out.sort().values
 
 
+def _mix_numbers(given):
+    """The arguments that upstream's functions have in this order, and the rest by name."""
+    order = ("fn", "scale", "base", "rms_eps", "pre_eps", "sinkhorn_eps", "post_alpha", "sinkhorn_iters")
+    return [given[name] for name in order], {name: given[name] for name in ("pre_mix", "norm_weight", "norm_eps")}
+
+
+def _tilelang_post_pre(given):
+    """Upstream's fused boundary on the path of a card without DeepGEMM."""
+    from vllm.model_executor.kernels.mhc.tilelang import mhc_fused_post_pre_delayed_tilelang
+
+    numbers, named = _mix_numbers(given)
+    before = [given[name] for name in ("y", "streams", "post", "comb")]
+
+    def call():
+        with mock.patch("vllm.utils.deep_gemm.is_deep_gemm_supported", lambda: False):
+            return mhc_fused_post_pre_delayed_tilelang(*before, *numbers, **named, capture_aux=given["capture_aux"])
+
+    return call, lambda returned: returned[0]
+
+
+def _torch_post_pre(given):
+    """Upstream's functions in PyTorch, and the norm after them."""
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_delayed_torch
+
+    numbers, named = _mix_numbers(given)
+
+    def call():
+        streams = mhc_post_torch(given["y"], given["streams"], given["post"], given["comb"])
+        _, _, collapsed, _ = mhc_pre_delayed_torch(streams, *numbers, pre_mix=named["pre_mix"])
+        weight = named["norm_weight"]
+        return streams, torch.nn.functional.rms_norm(collapsed, weight.shape, weight, named["norm_eps"])
+
+    return call, lambda returned: returned[0]
+
+
 class _GivenLogits:
     """Stands for hidden states: what the loop gathers of them, and what the draft model makes of that, is there."""
 
@@ -340,6 +380,8 @@ RIVALS = (
     Rival("top_k_per_row_prefill", "upstream", _TOPK, _upstream_topk_prefill, _upstream),
     Rival("top_k_per_row_decode", "upstream", _TOPK, _upstream_topk_decode, _upstream),
     Rival("torch-topk", "torch", _TOPK, _torch_topk, lambda: ""),
+    Rival("upstream-tilelang", "upstream-tilelang", ("mhc_post_pre",), _tilelang_post_pre, _needs_tilelang),
+    Rival("upstream-torch", "upstream-torch", ("mhc_post_pre",), _torch_post_pre, _upstream),
     Rival("upstream-loop", "upstream-loop", ("markov_sampler",), upstream_loop, _upstream, lowered_like_ours=True),
     Rival("inside", "inside", ("markov_sampler",), _product_inside, unavailable, lowered_like_ours=True),
     Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),

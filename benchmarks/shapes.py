@@ -169,6 +169,11 @@ def all_shapes() -> tuple[Shape, ...]:
         _own(op, f"t{t}", {"T": t, "D": 5120} | more, FLOOR)
         for op, more in (("mhc_post", {}), ("mhc_collapse", {})) for t in (32, 8192)
     ]  # fmt: skip
+    boundary = [
+        _own("mhc_post_pre", f"t{t}", {"T": t, "D": 5120, "aux": False}, "vs-upstream-tilelang", "vs-upstream-torch",
+             FLOOR, family="mhc_fused_post_pre")
+        for t in (1, 6, 12, 32, 64, 512, 8192)
+    ]  # fmt: skip
     combine = {"lengths": [1536], "C": TOPK, "ratio": 1, "window": WINDOW}
     indexer = [
         _own("combine_topk_swa", "t1536", combine, "vs-torch", "vs-upstream"),
@@ -184,4 +189,4 @@ def all_shapes() -> tuple[Shape, ...]:
              family="candidate_topk", make=_scores),
     ]  # fmt: skip
     sampler = [_draft_block(b, mode) for b in (1, 8) for mode in ("eager", "graph", "noise-graph")]
-    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer, *sampler)
+    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *boundary, *indexer, *sampler)

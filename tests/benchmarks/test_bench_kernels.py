@@ -47,6 +47,7 @@ FIGURES = (
     "mqa_logits/candidate-only/vs-dense",
     "paged_mqa_logits/{bs1,bs8,bs32}-q1-{ctx8k,ctx64k}/vs-deepgemm",
     "paged_mqa_logits/bs1-q6-{ctx64k,ctx512k}/{vs-flattened,vs-deepgemm,floor-fraction}",
+    "mhc_fused_post_pre/{t1,t6,t12,t8192}/{vs-upstream-tilelang,floor-fraction}",
     "markov_sampler/{bs1,bs8}-{eager,graph}/vs-upstream-loop",
 )
 # Sizes small enough for a CPU; an axis that a shape lacks is left out.

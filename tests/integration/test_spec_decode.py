@@ -11,6 +11,7 @@ pytest.importorskip("vllm.platforms", reason="needs the engine environment, .ven
 
 from benchmarks.rivals import upstream_loop
 from vllm.ampere.integration import gate, spec_decode
+from vllm.ampere.integration.warmup import DRAFT_KERNELS
 from vllm.ampere.kernels.registry import Case
 from vllm.ampere.kernels.spec_decode.markov_sampler import OP
 from vllm.ampere.kernels.spec_decode.reference import best_word
@@ -131,6 +132,8 @@ def test_upstreams_loop_can_be_asked_for(monkeypatch):
     hidden, speculator = speculator_of(given_block(4))
     monkeypatch.setenv("VLLM_AMPERE_KERNELS", "markov_sampler=upstream")
     assert not spec_decode.sample_sequential(speculator, 4, hidden)
+    config = SimpleNamespace(speculative_config=SimpleNamespace(use_dspark=lambda: True))
+    assert DRAFT_KERNELS.get_warmup_keys(config) == []
     monkeypatch.setenv("VLLM_AMPERE_KERNELS", "markov_sampler=reference")
     assert spec_decode.sample_sequential(speculator, 4, hidden)
 

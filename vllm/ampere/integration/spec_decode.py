@@ -11,8 +11,10 @@ from . import gate
 
 logger = init_logger(__name__)
 
-# The entry of VLLM_AMPERE_KERNELS that keeps upstream's loop.
-_UPSTREAM = "upstream"
+
+def upstream_asked() -> bool:
+    """Whether `VLLM_AMPERE_KERNELS` has "markov_sampler=upstream", which keeps upstream's loop."""
+    return envs.kernels().get("markov_sampler") == "upstream"
 
 
 def sample_sequential(speculator, num_reqs: int, head_hidden: torch.Tensor) -> bool:
@@ -67,7 +69,7 @@ def _weights(model) -> tuple[torch.Tensor, torch.Tensor]:
 def _left_to_upstream(speculator) -> str:
     """What was asked that our sampler does not do, or ""."""
     model, drafts = speculator.model, speculator.draft_logits
-    if envs.kernels().get("markov_sampler") == _UPSTREAM:
+    if upstream_asked():
         return "VLLM_AMPERE_KERNELS asks for it"
     if speculator.draft_watermarker is not None:
         return "drafts are watermarked"

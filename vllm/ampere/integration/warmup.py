@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from ..kernels.indexer.candidate_topk_triton import chunk_entries
 from ..kernels.registry import Case, all_ops
+from .spec_decode import upstream_asked
 
 # Rows a page, and columns: any multiple of 16 gives the same binary.
 _ROWS, _COLUMNS, _POSITIONS = 64, 64, 64
@@ -120,7 +121,7 @@ class DraftKernels(AmpereKernels):
 
     def get_warmup_keys(self, vllm_config) -> list[Call]:
         drafts = vllm_config.speculative_config
-        if drafts is None or not drafts.use_dspark():
+        if drafts is None or not drafts.use_dspark() or upstream_asked():
             return []
         noise = drafts.draft_sample_method == "probabilistic"
         shards = not noise and vllm_config.parallel_config.tensor_parallel_size > 1

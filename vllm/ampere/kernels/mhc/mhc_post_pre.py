@@ -92,7 +92,7 @@ OP = Op(
     tolerances={"streams": ROUNDED_ONCE, **MIX_TOLERANCES, "aux": ACTIVATION},
     cases=tuple(
         Case(f"t{t}_d{d}{'_aux' if aux else ''}", {"T": t, "D": d, "aux": aux}, _inputs)
-        for t, d, aux in ((0, 256, True), (1, 5120, False), (63, 256, True), (4097, 64, False))
+        for t, d, aux in ((0, 256, True), (1, 5120, False), (5, 160, True), (63, 256, True), (4097, 96, False))
     ),
     bytes_moved=lambda s: s["T"] * s["D"] * (20 + 2 * s["aux"]) + 24 * s["D"] * 16,
     flops=lambda s: s["T"] * s["D"] * (4 * 50 + 40 + 8),

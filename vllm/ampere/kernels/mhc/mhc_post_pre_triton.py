@@ -31,19 +31,22 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of the first kernel holds: `rows` tokens in `block` dimensions; `dot`: on tensor cores."""
+    """What a program of the first kernel holds: `rows` tokens in `block` dimensions; `dot`: on tensor cores,
+    `unroll` streams at a time."""
 
     rows: int
     block: int
     dot: bool
+    unroll: int
     warps: int
     stages: int
 
     def constants(self, aux: bool, pre: bool = True) -> dict:
-        return {"PRE": pre, "AUX": aux, "ROWS": self.rows, "BLOCK": self.block, "DOT": self.dot, "PARTIALS": _PARTIALS}
+        return {"PRE": pre, "AUX": aux, "ROWS": self.rows, "BLOCK": self.block, "DOT": self.dot, "UNROLL": self.unroll,
+                "PARTIALS": _PARTIALS}  # fmt: skip
 
 
-FEW, MANY = Tile(4, 32, False, 4, 1), Tile(64, 32, True, 8, 2)
+FEW, MANY = Tile(4, 32, False, 2, 4, 1), Tile(64, 32, True, 1, 8, 2)
 
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
@@ -52,7 +55,7 @@ def _mhc_post_project_kernel(
     stride_y_tok, stride_streams_tok, stride_streams, stride_post_tok, stride_post, stride_comb_tok, stride_comb,
     stride_fn, stride_pre_tok, tokens, steps,
     D: tl.constexpr, PRE: tl.constexpr, AUX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr, DOT: tl.constexpr,
+    PARTIALS: tl.constexpr, DOT: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Expand `ROWS` tokens in `steps` blocks of dimensions, project and collapse them."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -75,7 +78,7 @@ def _mhc_post_project_kernel(
         x3 = tl.load(x_ptr + 3 * stride_streams, here, other=0.0).to(tl.float32)
         zero = tl.zeros([ROWS, BLOCK], tl.float32)
         collapsed, total, squares = zero, zero, zero
-        for k in tl.range(0, 4, loop_unroll_factor=1 if DOT else 4):
+        for k in tl.range(0, 4, loop_unroll_factor=UNROLL):
             mixed = tl.load(comb_ptr + k, some, other=0.0) * x0
             mixed += tl.load(comb_ptr + stride_comb + k, some, other=0.0) * x1
             mixed += tl.load(comb_ptr + 2 * stride_comb + k, some, other=0.0) * x2
