@@ -240,7 +240,8 @@ def run(ops: list[Op]) -> tuple[Findings, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 draft sampler"
+        "--set", type=int, choices=sorted(SETS),
+        help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 draft sampler",
     )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
     parser.add_argument("--output", type=Path, help="receipt to write")

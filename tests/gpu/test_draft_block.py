@@ -62,7 +62,8 @@ def test_product_inside_differs_where_a_bias_rounds_otherwise_only(weights):
     for seed in range(500):
         given = block(weights, 8, False, seed)
         inside, want = SAMPLERS["triton-inside"](**given)[:, 0], upstream(given)[0][:, 0]
-        logits = given["base_logits"][:, 0].float() + (weights["embed"][given["last_token"]].float() @ weights["head"].float().t())
+        bias = weights["embed"][given["last_token"]].float() @ weights["head"].float().t()
+        logits = given["base_logits"][:, 0].float() + bias
         gap = logits.gather(1, want[:, None]) - logits.gather(1, inside[:, None])
         assert (gap.abs() <= 2 * 2**-8 * logits.amax(1, keepdim=True)).all()
         differing += int((inside != want).sum())

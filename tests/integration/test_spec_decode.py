@@ -36,7 +36,8 @@ def speculator_of(given, rank=0, ranks=1, padding=0):
         assert skip_gather and lm_head is model.lm_head
         return torch.nn.functional.pad(hidden[:, rank * share : (rank + 1) * share], (0, padding), value=torch.inf)
 
-    processor.org_vocab_size, processor.head_dtype, processor.soft_cap, processor.scale = VOCAB, torch.bfloat16, None, 1.0
+    processor.org_vocab_size, processor.head_dtype = VOCAB, torch.bfloat16
+    processor.soft_cap, processor.scale = None, 1.0
     shard = SimpleNamespace(org_vocab_start_index=rank * share, org_vocab_end_index=(rank + 1) * share)
     model = SimpleNamespace(
         model=SimpleNamespace(markov_head=head, norm=lambda hidden: hidden), logits_processor=processor,

@@ -79,8 +79,8 @@ def serve_drafts(requests: int, vocabulary: int, steps: int, noise: bool) -> Non
     states, placed = torch.empty(40, dtype=torch.int64), torch.zeros(requests, steps, dtype=torch.int64)
     weights = torch.empty(2, 2 * vocabulary, 256, dtype=torch.bfloat16)
     launch("markov_sampler", base_logits=logits, embed=weights[0], head=weights[1, vocabulary:], request=placed,
-           last_token=torch.zeros(requests, dtype=torch.int32), position=placed, temperature=states.float(), seeds=states,
-           draft_logits=torch.empty(40, steps, 2 * vocabulary, dtype=torch.bfloat16) if noise else None,
+           last_token=torch.zeros(requests, dtype=torch.int32), position=placed, temperature=states.float(),
+           seeds=states, draft_logits=torch.empty(40, steps, 2 * vocabulary, dtype=torch.bfloat16) if noise else None,
            first_token=vocabulary, exchange=None if noise else lambda words: words[None].repeat(requests, 1))
 
 

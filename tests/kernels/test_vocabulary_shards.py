@@ -13,11 +13,9 @@ RANK = Path(__file__).with_name("shard_rank.py")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shards_choose_as_the_whole(ranks, tmp_path):
     """Greedy and with noise; eight bytes a request are all that a rank sends. Three ranks have unequal shards."""
-    command = [sys.executable, str(RANK)]
-    started = [
-        subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(ranks)
-    ]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command, store = [sys.executable, str(RANK)], str(tmp_path / "store")
+    started = [subprocess.Popen([*command, str(rank), str(ranks), store], **pipes) for rank in range(ranks)]
     try:
         said = [process.communicate(timeout=300)[0] for process in started]
     finally:

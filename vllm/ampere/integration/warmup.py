@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from ..kernels.indexer.candidate_topk_triton import chunk_entries
 from ..kernels.registry import Case, all_ops
+from .mhc import asked as boundary_asked
 from .spec_decode import upstream_asked
 
 # Rows a page, and columns: any multiple of 16 gives the same binary.
@@ -130,6 +131,13 @@ class DraftKernels(AmpereKernels):
         return [_call("markov_sampler", R=1, S=steps, V=_COLUMNS, F=rank, drafts=noise, shards=shards)]
 
 
+class BoundaryKernels(AmpereKernels):
+    """What computes the boundary between two sublayers: a tile for few tokens, and one for many."""
+
+    def get_warmup_keys(self, hidden: int) -> list[Call]:
+        return [_call("mhc_post_pre", T=tokens, D=hidden, aux=aux) for tokens in (1, 64) for aux in (False, True)]
+
+
 class TokenLogprobs(VllmJitKernel[int]):
     """Upstream's log-probabilities of chosen tokens, whose block follows the number that a request asks for."""
 
@@ -148,7 +156,8 @@ class TokenLogprobs(VllmJitKernel[int]):
         compute_token_logprobs(logits, torch.zeros(1, compile_key, dtype=torch.int64, device=device))
 
 
-KERNELS, SHADOW_KERNELS, DRAFT_KERNELS, TOKEN_LOGPROBS = AmpereKernels(), ShadowKernels(), DraftKernels(), TokenLogprobs()
+KERNELS, SHADOW_KERNELS, DRAFT_KERNELS = AmpereKernels(), ShadowKernels(), DraftKernels()
+BOUNDARY_KERNELS, TOKEN_LOGPROBS = BoundaryKernels(), TokenLogprobs()
 
 
 def register(layer, vllm_config) -> None:
@@ -161,6 +170,8 @@ def register(layer, vllm_config) -> None:
     DRAFT_KERNELS.register_warmup(vllm_config)
     TOKEN_LOGPROBS.register_warmup(vllm_config)
     hidden, streams = layer.hidden_size, vllm_config.model_config.hf_config.hc_mult
+    if boundary_asked():
+        BOUNDARY_KERNELS.register_warmup(hidden)
     for columns in (hidden, streams * hidden):  # one stream in the first layer
         mhc._HC_PRENORM_GEMM_TILELANG_KERNEL.register_warmup(
             vllm_config, hidden_size=columns, hc_mult=1, n_out=streams * (streams + 2)

@@ -131,7 +131,8 @@ def _mhc_finish_kernel(
     partials = tl.zeros([32, PARTIALS], tl.float32)
     for first in range(0, splits, 32):
         at = (first + s).to(tl.int64)[:, None] * tokens + token
-        partials += tl.load(partial_ptr + at * PARTIALS + n[None, :], (first + s < splits)[:, None] & (n < 26)[None, :], other=0.0)
+        held = (first + s < splits)[:, None] & (n < 26)[None, :]
+        partials += tl.load(partial_ptr + at * PARTIALS + n[None, :], held, other=0.0)
     sums = tl.sum(partials, 0)
     if part == 0:
         square = tl.sum(tl.where(n == _SQUARE, sums, 0.0), 0)

@@ -4,11 +4,12 @@
 The draft model scores its positions at once; a low-rank Markov head then adds head . embed[previous token] to each
 position in turn. Upstream runs about nine kernels for each of the steps.
 
-The Triton implementation runs two: the product with the head, which stays cuBLAS's so that a bias has upstream's
+The Triton implementation "triton" runs two: the product with the head, which stays cuBLAS's so that a bias has upstream's
 bits, and one launch for the rest. A program of it scores 1024 tokens of one request, 127 programs at the model's
 vocabulary; their best token reaches the others as one atomic maximum of a number that holds score and token, so
 neither the order of programs nor their count can change the result. The last program of a request to arrive writes
-the token and its embedding, which the next product reads. Nothing returns to the host.
+the token and its embedding, which the next product reads. Nothing returns to the host. "triton-inside" runs one, which
+computes the product too, for 16 requests and 64 tokens a program.
 
 Where each rank scores a shard of the vocabulary, that number is all that ranks exchange.
 """
@@ -178,7 +179,9 @@ COMPILES = (
         )
         for tile in (APART, INSIDE) for drafts in (False, True) for whole in (True, False)
     ),
-    Launch(_markov_choose_kernel, _EMBED | {"words_ptr": "*i64", "shards": "i32"}, {"SHARDS": _SHARDS} | _WIDTH, num_warps=1),
+    Launch(
+        _markov_choose_kernel, _EMBED | {"words_ptr": "*i64", "shards": "i32"}, {"SHARDS": _SHARDS} | _WIDTH, num_warps=1
+    ),
 )  # fmt: skip
 
 
@@ -251,6 +254,7 @@ def _inputs(sizes, generator, device):
     if requests > 2:
         request[-1] = -1
     first = integers(generator, 0, 1 << 18, requests)
+    drafts = torch.zeros(states, steps, vocab, dtype=torch.bfloat16, device=device) if sizes["drafts"] else None
     shard = {"exchange": lambda words: words[None]} if sizes.get("shards") else {}
     return shard | {
         "base_logits": normal(generator, requests, steps, vocab, device=device),
@@ -261,7 +265,7 @@ def _inputs(sizes, generator, device):
         "position": (first[:, None] + torch.arange(steps)).to(device),
         "temperature": temperature.to(device),
         "seeds": integers(generator, -(2**63), 2**63 - 1, states, device=device),
-        "draft_logits": torch.zeros(states, steps, vocab, dtype=torch.bfloat16, device=device) if sizes["drafts"] else None,
+        "draft_logits": drafts,
     }
 
 
