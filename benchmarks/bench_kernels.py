@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels: are they right, and how far are they from their rivals and from what the card can do?
 
-    python benchmarks/bench_kernels.py [--set 1|2|3|4] [--only OP] [--output RECEIPT]
+    python benchmarks/bench_kernels.py [--set 1|2|3|4|5] [--only OP] [--output RECEIPT]
 
 Every op with a Triton implementation first runs its own cases against the reference. Each shape of shapes.py is then
 compared with the reference, and only if it agrees is it timed, beside its rivals, as vllm/ampere/testing/timing.py
@@ -26,7 +26,7 @@ from vllm.ampere import arch  # noqa: E402
 from vllm.ampere.kernels.registry import Op, all_ops  # noqa: E402
 from vllm.ampere.testing.compare import assert_close, difference  # noqa: E402
 from vllm.ampere.testing.parity import assert_parity, produce  # noqa: E402
-from vllm.ampere.testing.timing import GraphReplay, launches, race, rotation_count, spread  # noqa: E402
+from vllm.ampere.testing.timing import EagerCalls, GraphReplay, launches, race, rotation_count, spread  # noqa: E402
 
 # Ops whose error is counted against float64; their references compute so on request.
 FLOAT64 = ("sparse_mla_decode", "sparse_mla_prefill")
@@ -41,6 +41,7 @@ SETS = {
     3: ("combine_topk_swa", "topk_slots", "window_slots", "mqa_logits", "paged_mqa_logits", "candidate_mqa_logits",
         "candidate_blocks", "mask_to_candidates", "select_topk", "query_rope_quant", "key_norm_rope_store"),
     4: ("clamped_swiglu", "mxfp4_experts_decode"),
+    5: ("markov_sampler",),
 }  # fmt: skip
 
 
@@ -141,10 +142,11 @@ def time_shape(
     """Time a shape beside its rivals, and add its figures."""
     sizes = shape.case.sizes
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    timed = EagerCalls if shape.eager else GraphReplay
     inputs = [shape.case.inputs(seed, device) for seed in range(rotation_count(op.bytes_moved(sizes), l2_bytes))]
     own = [lambda given=given: function(**given) for given in inputs]
     with ours():
-        replays = {"ours": GraphReplay(own)}
+        replays = {"ours": timed(own)}
         count = launches(own[0])
     against = {}
     for rival in rivals.rivals_of(op.name, shape.rivals):
@@ -158,7 +160,7 @@ def time_shape(
                 returned = call()
                 off = same_work(op, result(returned), reference, inputs[0]) if result else 0.0
                 assert off <= RIVAL_RELATIVE_NORM, f"its result is off by {off:.1e}"
-                replays[rival.name] = GraphReplay([call for call, _ in prepared])
+                replays[rival.name] = timed([call for call, _ in prepared])
             except Exception as fault:  # it is upstream's, and this card may be none of its own
                 reason = f"{type(fault).__name__}: {fault}".splitlines()[0]
                 findings.absent[f"{shape.figure}: {rival.name}"] = reason
@@ -248,7 +250,8 @@ def run(ops: list[Op], told: Callable[[Findings, str], None]) -> Findings:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--set", type=int, choices=sorted(SETS), help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 experts"
+        "--set", type=int, choices=sorted(SETS),
+        help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 experts, 5 draft sampler",
     )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
     parser.add_argument("--output", type=Path, help="receipt to write")

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,7 @@ from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
 from vllm.ampere.kernels.launch import triton, unavailable
 from vllm.ampere.kernels.moe.marlin_layout import unpack, unpack_scales
+from vllm.ampere.kernels.spec_decode.markov_sampler import OP as MARKOV_SAMPLER
 
 FLASHMLA_DECODE_HEADS = 64
 _REPACKED_EXPERTS = 16
@@ -80,6 +82,10 @@ def _needs_deep_gemm() -> str:
     from vllm.utils.deep_gemm import is_deep_gemm_supported
 
     return "" if is_deep_gemm_supported() else "vLLM finds no DeepGEMM for this card"
+
+
+def _needs_tilelang() -> str:
+    return _upstream() or ("" if importlib.util.find_spec("tilelang") else "tilelang is not installed")
 
 
 def _workspace(given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -334,6 +340,81 @@ def _marlin_least_padding(given):
     return call, lambda _: out
 
 
+def _mix_numbers(given):
+    """The arguments that upstream's functions have in this order, and the rest by name."""
+    order = ("fn", "scale", "base", "rms_eps", "pre_eps", "sinkhorn_eps", "post_alpha", "sinkhorn_iters")
+    return [given[name] for name in order], {name: given[name] for name in ("pre_mix", "norm_weight", "norm_eps")}
+
+
+def _tilelang_post_pre(given):
+    """Upstream's fused boundary on the path of a card without DeepGEMM."""
+    from vllm.model_executor.kernels.mhc.tilelang import mhc_fused_post_pre_delayed_tilelang
+
+    numbers, named = _mix_numbers(given)
+    before = [given[name] for name in ("y", "streams", "post", "comb")]
+
+    def call():
+        with mock.patch("vllm.utils.deep_gemm.is_deep_gemm_supported", lambda: False):
+            return mhc_fused_post_pre_delayed_tilelang(*before, *numbers, **named, capture_aux=given["capture_aux"])
+
+    return call, lambda returned: returned[0]
+
+
+def _torch_post_pre(given):
+    """Upstream's functions in PyTorch, and the norm after them."""
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_delayed_torch
+
+    numbers, named = _mix_numbers(given)
+
+    def call():
+        streams = mhc_post_torch(given["y"], given["streams"], given["post"], given["comb"])
+        _, _, collapsed, _ = mhc_pre_delayed_torch(streams, *numbers, pre_mix=named["pre_mix"])
+        weight = named["norm_weight"]
+        return streams, torch.nn.functional.rms_norm(collapsed, weight.shape, weight, named["norm_eps"])
+
+    return call, lambda returned: returned[0]
+
+
+class _GivenLogits:
+    """Stands for hidden states: what the loop gathers of them, and what the draft model makes of that, is there."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def __getitem__(self, indices):
+        return self.logits
+
+
+def upstream_loop(given):
+    """Upstream's sampling of a draft block, its own code, on a model that is the two weights of the Markov head."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    logits, device = given["base_logits"].flatten(0, 1), given["base_logits"].device
+    requests, steps, _ = given["base_logits"].shape
+    loop = object.__new__(DSparkSpeculator)
+    loop.model = SimpleNamespace(
+        compute_draft_logits=lambda hidden: hidden,
+        markov_embed=lambda token: torch.nn.functional.embedding(token, given["embed"]),
+        markov_bias=lambda embedding: torch.nn.functional.linear(embedding, given["head"]),
+        map_draft_to_target=lambda token: token,
+    )
+    loop.num_speculative_steps, loop.use_fp64_gumbel, loop.use_confidence_head = steps, False, False
+    loop._draft_topk = loop.acceptance_estimator = loop.draft_watermarker = loop._d2t_scatter_index = None
+    loop.draft_logits, loop.temperature, loop.seeds = (given[n] for n in ("draft_logits", "temperature", "seeds"))
+    loop.input_buffers = SimpleNamespace(input_ids=given["last_token"])
+    loop.sample_indices = loop._anchor_idx = torch.arange(requests * steps, device=device)
+    loop.sample_idx_mapping, loop.sample_pos = given["request"].flatten(), given["position"].flatten()
+    loop._step_cols = torch.arange(steps, dtype=torch.int32, device=device)
+    loop.draft_tokens = torch.zeros(requests, steps, dtype=torch.int64, device=device)
+    return lambda: loop._sample_sequential(requests, _GivenLogits(logits)), lambda _: loop.draft_tokens
+
+
+def _product_inside(given):
+    """Our other implementation, which computes the bias itself."""
+    inside = next(i.function for i in MARKOV_SAMPLER.implementations if i.name == "triton-inside")
+    return lambda: inside(**given), lambda tokens: tokens
+
+
 @triton.jit
 def _empty_kernel(out_ptr):
     """As many programs as the merge has, and nothing to do."""
@@ -363,6 +444,10 @@ RIVALS = (
     Rival("torch-topk", "torch", _TOPK, _torch_topk, lambda: ""),
     Rival("fused_marlin_moe", "marlin", _EXPERTS, _marlin, _upstream),
     Rival("marlin_experts", "marlin-least-padding", _EXPERTS, _marlin_least_padding, _upstream, lowered_like_ours=True),
+    Rival("upstream-tilelang", "upstream-tilelang", ("mhc_post_pre",), _tilelang_post_pre, _needs_tilelang),
+    Rival("upstream-torch", "upstream-torch", ("mhc_post_pre",), _torch_post_pre, _upstream),
+    Rival("upstream-loop", "upstream-loop", ("markov_sampler",), upstream_loop, _upstream, lowered_like_ours=True),
+    Rival("inside", "inside", ("markov_sampler",), _product_inside, unavailable, lowered_like_ours=True),
     Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
 )
 

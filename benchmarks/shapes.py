@@ -30,12 +30,14 @@ class Shape:
         op: name in the registry.
         case: sizes under the op's own names, so that its bytes and flops count them, and how to make inputs.
         measures: last parts of its figures' ids, besides time and launches.
+        eager: calls are timed one by one, with the host's time, instead of as a graph.
     """
 
     figure: str
     op: str
     case: Case
     measures: tuple[str, ...]
+    eager: bool = False
 
     @property
     def rivals(self) -> tuple[str, ...]:
@@ -186,6 +188,13 @@ def _inside(label: str, keys: int, *measures: str) -> Shape:
     return _own("candidate_mqa_logits", label, sizes, *measures, family="mqa_logits", make=_listed)
 
 
+def _draft_block(requests: int, mode: str) -> Shape:
+    """Five steps over the model's vocabulary: greedy ones, or with noise and the logits recorded."""
+    sizes = {"R": requests, "S": 5, "V": 129_280, "F": 256, "drafts": "noise" in mode}
+    shape = _own("markov_sampler", f"bs{requests}-{mode}", sizes, "vs-upstream-loop", "vs-inside", FLOOR)
+    return replace(shape, eager=mode == "eager")
+
+
 def all_shapes() -> tuple[Shape, ...]:
     """The whole table."""
     attention = ("vs-portable-bf16", "vs-flashmla")
@@ -213,6 +222,11 @@ def all_shapes() -> tuple[Shape, ...]:
         _own(op, f"t{t}", {"T": t, "D": 5120} | more, FLOOR)
         for op, more in (("mhc_post", {}), ("mhc_collapse", {})) for t in (32, 8192)
     ]  # fmt: skip
+    boundary = [
+        _own("mhc_post_pre", f"t{t}", {"T": t, "D": 5120, "aux": False}, "vs-upstream-tilelang", "vs-upstream-torch",
+             FLOOR, family="mhc_fused_post_pre")
+        for t in (1, 6, 12, 32, 64, 512, 8192)
+    ]  # fmt: skip
     combine = {"lengths": [1536], "C": TOPK, "ratio": 1, "window": WINDOW}
     indexer = [
         _own("combine_topk_swa", "t1536", combine, "vs-torch", "vs-upstream"),
@@ -228,4 +242,5 @@ def all_shapes() -> tuple[Shape, ...]:
              family="candidate_topk", make=_scores),
     ]  # fmt: skip
     experts = [_experts(layout, tokens) for layout in EXPERTS for tokens in (1, 6, 16)]
-    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *indexer, *experts)
+    sampler = [_draft_block(b, mode) for b in (1, 8) for mode in ("eager", "graph", "noise-graph")]
+    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *boundary, *indexer, *experts, *sampler)

@@ -48,6 +48,8 @@ FIGURES = (
     "paged_mqa_logits/{bs1,bs8,bs32}-q1-{ctx8k,ctx64k}/vs-deepgemm",
     "paged_mqa_logits/bs1-q6-{ctx64k,ctx512k}/{vs-flattened,vs-deepgemm,floor-fraction}",
     "mxfp4_experts/{tp8,tp4,tp2,ep8}-{m1,m6,m16}/{vs-marlin,floor-fraction}",
+    "mhc_fused_post_pre/{t1,t6,t12,t8192}/{vs-upstream-tilelang,floor-fraction}",
+    "markov_sampler/{bs1,bs8}-{eager,graph}/vs-upstream-loop",
 )
 # Sizes small enough for a CPU; an axis that a shape lacks is left out.
 SMALL = {"T": 6, "S": 24, "M": 16, "B": 4, "N": 4, "K": 16, "C": 64, "W": 16, "D": 256, "H": 4}
@@ -86,6 +88,8 @@ def _small(shape):
         sizes |= {"R": 6, "S": 130, "L": 5}
     if shape.op == "mxfp4_experts_decode":
         sizes = {"E": 4, "D": 256, "I": 96, "K": 3}
+    if shape.op == "markov_sampler":
+        sizes |= {"S": 5, "V": 97, "F": 16}
     if "lengths" in shape.case.sizes:
         sizes |= {"lengths": [70]}
     if shape.op == "merge_attn_states":
@@ -198,7 +202,8 @@ class _Replay:
 def without_a_card(monkeypatch):
     """`time_shape` as it is, with the clock and the cache of a card that is not there."""
     monkeypatch.setattr(_Replay, "made", 0)
-    monkeypatch.setattr(bench_kernels, "GraphReplay", _Replay)
+    for name in ("GraphReplay", "EagerCalls"):
+        monkeypatch.setattr(bench_kernels, name, _Replay)
     monkeypatch.setattr(bench_kernels, "launches", lambda call: call() is not None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=30_000))
@@ -268,5 +273,5 @@ def test_rivals_that_cannot_run_here_say_why():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     for rival in rivals.RIVALS:
-        if rival.against not in ("torch", "flattened", "dense", "empty-kernel"):
+        if rival.against not in ("torch", "flattened", "dense", "empty-kernel", "inside"):
             assert rival.requires() == "there is no card", rival.name

@@ -42,6 +42,7 @@ CONFIGURATIONS = {
     "wide-topk": Configuration("wide_topk"),
     "agreeing": Configuration("parrot"),
     "dspark": Configuration("parrot", {"speculative_config": DRAFTS}),
+    "dspark-tp2": Configuration("parrot", {"speculative_config": DRAFTS, "tensor_parallel_size": 2}),
 }
 
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from .scenarios import LENGTHS, alone, prompt, warm
+from .scenarios import LENGTHS, alone, drafted, prompt, warm
 
 pytestmark = pytest.mark.vllm
 
@@ -12,6 +12,14 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tensor_parallel(session, length):
     session.assert_agrees("tp2", f"{length} tokens", prompt(length), session.measure("tp2", alone, length))
+
+
+def test_ranks_draft_from_shards_of_the_vocabulary(session):
+    """Each rank samples from its half of the tokens: drafts are accepted as one rank's are, and answers are right."""
+    answer = session.measure("dspark-tp2", alone, 20)
+    session.assert_agrees("dspark-tp2", "20 tokens", prompt(20), answer)
+    _, drafts, accepted = session.measure("dspark-tp2", drafted)
+    assert accepted > drafts > 0
 
 
 @pytest.mark.parametrize("length", LENGTHS)

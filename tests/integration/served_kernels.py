@@ -3,7 +3,8 @@
 
     python served_kernels.py '{"checkpoint": DIR, "options": {...}, "prompts": [[...], ...], "max_tokens": N}'
 
-Prints JSON: "served", the keys of all launches while requests ran, and "warmed", those of the warm-up's calls.
+Prints JSON: "served", the keys of all launches while requests ran, "warmed", those of the warm-up's calls, and
+"kept_streams", the shape of the streams that the model keeps for a draft, or null.
 """
 
 import json
@@ -19,7 +20,7 @@ def main(job: dict) -> None:
     from vllm import LLM, SamplingParams
 
     from vllm.ampere.integration.attention import AmpereDeepseekV4Attention
-    from vllm.ampere.integration.warmup import KERNELS
+    from vllm.ampere.integration.warmup import DRAFT_KERNELS, KERNELS
 
     llm = LLM(model=job["checkpoint"], skip_tokenizer_init=True, **job["options"])
     engine = llm.llm_engine
@@ -30,6 +31,8 @@ def main(job: dict) -> None:
             if isinstance(layer, AmpereDeepseekV4Attention):
                 for call in KERNELS.get_warmup_keys(layer):
                     call.run("cpu")
+        for call in DRAFT_KERNELS.get_warmup_keys(runner.vllm_config):
+            call.run("cpu")
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
     waiting = list(enumerate(job["prompts"]))
     with recorded_ops() as served:
@@ -38,7 +41,9 @@ def main(job: dict) -> None:
                 number, prompt = waiting.pop(0)
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
             engine.step()
-    print(json.dumps({"served": sorted(served), "warmed": sorted(warmed)}))
+    kept = runner.get_model().get_mtp_target_hidden_states()
+    shape = kept if kept is None else list(kept.shape)
+    print(json.dumps({"served": sorted(served), "warmed": sorted(warmed), "kept_streams": shape}))
 
 
 if __name__ == "__main__":

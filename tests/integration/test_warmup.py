@@ -71,6 +71,19 @@ def serve_attention(rows: int, first: int, requests: int) -> None:
                norm_weight=torch.empty(128, dtype=torch.bfloat16), cache=torch.empty(4, PAGE, 132, dtype=torch.uint8))
 
 
+def serve_drafts(requests: int, vocabulary: int, steps: int, noise: bool) -> None:
+    """A draft block of states in any order; without noise it is a shard's, whose logits are a slice of wider rows."""
+    logits = torch.empty(requests, steps, vocabulary + 64, dtype=torch.bfloat16)[..., :vocabulary]
+    if noise:
+        logits = torch.empty(requests, steps, vocabulary, dtype=torch.bfloat16)
+    states, placed = torch.empty(40, dtype=torch.int64), torch.zeros(requests, steps, dtype=torch.int64)
+    weights = torch.empty(2, 2 * vocabulary, 256, dtype=torch.bfloat16)
+    launch("markov_sampler", base_logits=logits, embed=weights[0], head=weights[1, vocabulary:], request=placed,
+           last_token=torch.zeros(requests, dtype=torch.int32), position=placed, temperature=states.float(),
+           seeds=states, draft_logits=torch.empty(40, steps, 2 * vocabulary, dtype=torch.bfloat16) if noise else None,
+           first_token=vocabulary, exchange=None if noise else lambda words: words[None].repeat(requests, 1))
+
+
 def serve_index(rows: int, first: int, width: int) -> None:
     """Launches of an indexer on a slice of rows, at a context that gives scores of some width."""
     q = torch.empty(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
@@ -91,6 +104,25 @@ def serve_index(rows: int, first: int, width: int) -> None:
         *given, request, visible, listed, BLOCK_SIZE
     )
     launch("select_topk", scores=inside, k=TOPK, visible=visible, candidates=listed, block_size=BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("method, ranks", [("greedy", 2), ("probabilistic", 1), ("probabilistic", 8)])
+def test_every_draft_block_reaches_exactly_what_was_warmed(method, ranks):
+    from vllm.ampere.integration.warmup import DRAFT_KERNELS
+
+    config = types.SimpleNamespace(
+        speculative_config=types.SimpleNamespace(
+            use_dspark=lambda: True, draft_sample_method=method, num_speculative_tokens=5),
+        parallel_config=types.SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=types.SimpleNamespace(hf_config=types.SimpleNamespace(dspark_markov_rank=256)),
+    )
+    with recorded_launches() as warmed:
+        for call in DRAFT_KERNELS.get_warmup_keys(config):
+            launch(call.op, **call.inputs("cpu"))
+    with recorded_launches() as served:
+        for requests in range(1, 34):
+            serve_drafts(requests, (1616, 3232)[requests % 2], 5, method == "probabilistic")
+    assert served == warmed and len(served) == (2 if method == "greedy" else 1)
 
 
 def test_every_batch_and_context_reaches_exactly_what_was_warmed():
@@ -117,11 +149,11 @@ UPSTREAM_ON_A_CARD = {
 }
 
 
-def test_the_engine_reaches_nothing_else(tmp_path):
-    """With drafts: prefill in chunks, steps that mix prefill and decode, decode of one row and of six.
-
-    The engram look-up has one binary, which upstream's first dummy request compiles.
-    """
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """What an engine with drafts launches and holds: prefill in chunks, steps that mix prefill and decode, decode of
+    one row and of six."""
+    tmp_path = tmp_path_factory.mktemp("engine")
     prompts = [[(7 * n + i) % 100 + 3 for i in range(length)] for n, length in enumerate((1, 20, 45, 700, 3, 17))]
     options = OPTIONS | {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
     checkpoint = tiny_checkpoint.write(tmp_path / "parrot", "parrot")
@@ -129,11 +161,21 @@ def test_the_engine_reaches_nothing_else(tmp_path):
     script = Path(__file__).with_name("served_kernels.py")
     ended = run([str(script), json.dumps(job)], tmp_path / "log", 500)
     assert ended.code == 0, ended.output[-4000:]
-    seen = json.loads(ended.output.strip().splitlines()[-1])
-    served, warmed = ({tuple(k) for k in seen[name]} for name in ("served", "warmed"))
+    return json.loads(ended.output.strip().splitlines()[-1])
+
+
+def test_the_engine_reaches_nothing_else(engine):
+    """The engram look-up has one binary, which upstream's first dummy request compiles."""
+    served, warmed = ({tuple(k) for k in engine[name]} for name in ("served", "warmed"))
     others = sorted(name for name, _ in served - warmed if name not in UPSTREAM_ON_A_CARD)
     assert others == ["_engram_lookup_kernel"], sorted(served - warmed)
     assert {name for name, _ in warmed - served} == {"_largest_kernel"}  # its second round starts at 8,192 rows
+
+
+def test_drafts_are_sampled_by_our_kernel_and_no_streams_are_kept_for_them(engine):
+    """Patches 0540 and 0550."""
+    assert "_markov_step_kernel" in {name for name, _ in engine["served"]}
+    assert engine["kept_streams"] is None
 
 
 @triton.jit

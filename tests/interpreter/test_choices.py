@@ -9,6 +9,7 @@ from vllm.ampere.kernels.engram.engram_gate import OP as ENGRAM_GATE
 from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
 from vllm.ampere.kernels.moe.route import OP as ROUTE
 from vllm.ampere.kernels.spec_decode.markov_sampler import OP as MARKOV_SAMPLER
+from vllm.ampere.kernels.spec_decode.reference import best_word, draft_noise_ref
 from vllm.ampere.testing.compare import assert_close
 from vllm.ampere.testing.parity import assert_parity, assert_same_bits, produce
 
@@ -50,23 +51,85 @@ def test_route_of_ties_nan_and_infinities(device):
     assert weights[1].isnan().all() and len(set(ids[1].tolist())) == 6
 
 
-def test_sampler_takes_the_lower_of_equal_tokens(device):
-    """Equal logits everywhere, over many tiles; a hot request with equal noise; a request of NaN."""
-    given = sized(MARKOV_SAMPLER, 4, R=3, V=300, F=32)
-    given["base_logits"][:], given["head"][:], given["gumbel"][:] = 2.0, 0.0, 0.25
-    given["base_logits"][1, 1, 70:] = 3.0
-    given["base_logits"][2, 3, 250:] = NAN
-    given["temperature"] = torch.tensor([0.0, 0.7, 0.0])
-    function = triton_of(MARKOV_SAMPLER)
+SAMPLERS = [i.function for i in MARKOV_SAMPLER.implementations]
+each_sampler = pytest.mark.parametrize("function", SAMPLERS, ids=[i.name for i in MARKOV_SAMPLER.implementations])
+
+
+def _sampled(function, given, device):
+    """What an implementation makes of the arguments, having equalled the reference."""
     got = produce(MARKOV_SAMPLER, function, moved(given, device))
-    assert got["tokens"].tolist() == [[0, 0, 0, 0, 0], [0, 70, 0, 0, 0], [0, 0, 0, 250, 0]]
     assert_parity(MARKOV_SAMPLER, got, produce(MARKOV_SAMPLER, MARKOV_SAMPLER.reference, given))
+    return {name: tensor.cpu() for name, tensor in got.items()}
 
 
-def test_a_request_samples_alike_alone(device):
+@each_sampler
+def test_sampler_of_ties_nan_and_infinities(device, function):
+    """Equal logits over many tiles; a row of one candidate among NaN; rows of NaN and of -inf, cold and hot."""
+    given = sized(MARKOV_SAMPLER, 4, R=6, V=1300, F=32)
+    given["base_logits"][:], given["head"][:] = 2.0, 0.0
+    given["base_logits"][1, 1, 1070:] = 3.0
+    given["base_logits"][2, :, :1250], given["base_logits"][2, :, 1251:] = NAN, NAN
+    given["base_logits"][3:5] = NAN
+    given["base_logits"][5] = -INF
+    given["request"] = torch.arange(6)[:, None].repeat(1, 5)
+    given["temperature"] = torch.tensor([0, 0, 0.7, 0, 0.7, 0, 0, 0, 0])
+    tokens = _sampled(function, given, device)["tokens"].tolist()
+    assert tokens == [[0] * 5, [0, 1070, 0, 0, 0], [1250] * 5, [0] * 5, [0] * 5, [0] * 5]
+
+
+@each_sampler
+@pytest.mark.parametrize("requests", [1, 2, 15, 16, 33])
+def test_sampler_of_any_batch_and_strided_rows(device, function, requests):
+    """Of requests in any order, logits as a slice of wider rows, and one row of state padded."""
+    given = sized(MARKOV_SAMPLER, requests, R=requests, V=190, F=32)
+    given["base_logits"] = torch.cat([given["base_logits"], given["base_logits"]], -1)[..., :190]
+    got = _sampled(function, given, device)
+    assert len({tuple(row) for row in got["tokens"].tolist()}) > requests // 2
+
+
+@each_sampler
+def test_a_request_samples_alike_alone(device, function):
+    """Hot and cold, whatever is beside it: the weights' products are exact, so every product has the same bits."""
     given = moved(sized(MARKOV_SAMPLER, 5, R=18, V=150, F=32), device)
-    tokens, logits = triton_of(MARKOV_SAMPLER)(**given)
-    rows = ("base_logits", "last_token", "temperature", "gumbel")
-    for r in (0, 17):
-        alone = triton_of(MARKOV_SAMPLER)(**given | {n: given[n][r : r + 1] for n in rows})
-        assert torch.equal(alone[0][0], tokens[r]) and torch.equal(alone[1][0], logits[r])
+    tokens = function(**given)
+    for r in (0, 16, 17):
+        alone = {n: given[n][r : r + 1] for n in ("base_logits", "last_token", "request", "position")}
+        assert torch.equal(function(**given | alone)[0], tokens[r])
+
+
+@each_sampler
+@pytest.mark.parametrize("cut", [0, 64, 301])
+def test_a_shard_of_the_vocabulary_samples_the_same(device, function, cut):
+    """One shard by the kernel, the other's words by the reference: tokens and recorded logits of the whole."""
+    given = sized(MARKOV_SAMPLER, 6, R=5, V=320, F=32)
+    whole = given | {"draft_logits": given["draft_logits"].clone()}
+    tokens = MARKOV_SAMPLER.reference(**whole)
+    state = given["request"].clamp_min(0)
+    temperature = torch.where(given["request"] >= 0, given["temperature"][state], 0.0)
+    scores = (given["base_logits"] + _bias(given, tokens)).float()
+    for step in range(5):
+        position, heat = given["position"][:, step], temperature[:, step, None]
+        noise = draft_noise_ref(given["seeds"][state[:, step]], step, position, torch.arange(320))
+        hot = scores[:, step] / heat.where(heat > 0, torch.ones(())) + noise
+        scores[:, step] = torch.where(heat > 0, hot, scores[:, step])
+    there = moved(given, device)
+    for first, last in ((0, cut), (cut, 320)):
+        other = scores[..., cut:] if first == 0 else scores[..., :cut]
+        start, sent = (cut if first == 0 else 0), []
+
+        def exchange(word, other=other, start=start, sent=sent):
+            absent = other.shape[-1] == 0
+            words = torch.zeros(5, dtype=torch.int64) if absent else best_word(other[:, len(sent)], start)
+            sent.append(word)
+            return torch.stack([word, words.to(word.device)])
+
+        shard = {"base_logits": there["base_logits"][..., first:last], "head": there["head"][first:last]}
+        got = function(**there | shard, first_token=first, exchange=exchange)
+        assert torch.equal(got.cpu(), tokens) and len(sent) == 5
+    assert torch.equal(there["draft_logits"].cpu(), whole["draft_logits"])
+
+
+def _bias(given, tokens):
+    """The bias that each step had, bfloat16 [R, S, V]."""
+    before = torch.cat([given["last_token"][:, None], tokens[:, :-1]], 1)
+    return (given["embed"][before].float() @ given["head"].float().t()).bfloat16()

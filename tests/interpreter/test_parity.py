@@ -6,7 +6,7 @@ import pytest
 from vllm.ampere.kernels.registry import all_ops
 from vllm.ampere.testing.parity import assert_parity, produce
 
-TRITON = [(op, i) for op in all_ops().values() for i in op.implementations if i.name == "triton"]
+TRITON = [(op, i) for op in all_ops().values() for i in op.implementations if i.name.startswith("triton")]
 
 
 WORK = 80_000_000
@@ -22,7 +22,7 @@ def _small(op):
 CASES = [(op, implementation, case) for op, implementation in TRITON for case in _small(op)]
 
 
-@pytest.mark.parametrize("op, implementation, case", CASES, ids=[f"{o.name}-{c.name}" for o, _, c in CASES])
+@pytest.mark.parametrize("op, implementation, case", CASES, ids=[f"{o.name}-{i.name}-{c.name}" for o, i, c in CASES])
 def test_equals_the_reference(op, implementation, case):
     got = produce(op, implementation.function, case.inputs(1))
     assert_parity(op, got, produce(op, op.reference, case.inputs(1)), f"{op.name} {case.name}")

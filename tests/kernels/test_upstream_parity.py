@@ -21,3 +21,16 @@ def test_references_equal_upstream_kernels():
         "combine_topk_swa", "compressor_pool", "compressor_insert", "gather_dequant", "topk_slots", "window_slots"
     }  # fmt: skip
     assert all(int(count.split()[0]) >= 2 for count in equal.values())
+
+
+@pytest.mark.vllm
+def test_drafts_equal_upstreams_loop():
+    script = pathlib.Path(__file__).with_name("upstream_draft_loop.py")
+    paths = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = dict(line.split(": ") for line in run.stdout.splitlines() if " requests equal" in line)
+    assert {name: int(count.split()[0]) for name, count in said.items()} == {
+        "greedy reference": 10_000, "greedy triton-inside": 10_000, "greedy triton": 200, "noise": 32,
+    }  # fmt: skip

@@ -18,6 +18,8 @@ from vllm.platforms import current_platform
 from ..kernels.indexer.candidate_topk_triton import chunk_entries
 from ..kernels.moe.mxfp4_experts_decode import MAX_TOKENS
 from ..kernels.registry import Case, all_ops
+from .mhc import asked as boundary_asked
+from .spec_decode import upstream_asked
 
 # Rows a page, and columns: any multiple of 16 gives the same binary.
 _ROWS, _COLUMNS, _POSITIONS = 64, 64, 64
@@ -35,7 +37,7 @@ class Call:
     """
 
     op: str
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int | bool], ...]
 
     def inputs(self, device: str | torch.device) -> dict:
         return Case("", dict(self.sizes), all_ops()[self.op].cases[0].make).inputs(device=device)
@@ -117,6 +119,27 @@ class ShadowKernels(AmpereKernels):
         return [insert_call(shadow.compress_ratio), *keys]
 
 
+class DraftKernels(AmpereKernels):
+    """What samples the draft block."""
+
+    def get_warmup_keys(self, vllm_config) -> list[Call]:
+        drafts = vllm_config.speculative_config
+        if drafts is None or not drafts.use_dspark() or upstream_asked():
+            return []
+        noise = drafts.draft_sample_method == "probabilistic"
+        shards = not noise and vllm_config.parallel_config.tensor_parallel_size > 1
+        rank = vllm_config.model_config.hf_config.dspark_markov_rank
+        steps = drafts.num_speculative_tokens
+        return [_call("markov_sampler", R=1, S=steps, V=_COLUMNS, F=rank, drafts=noise, shards=shards)]
+
+
+class BoundaryKernels(AmpereKernels):
+    """What computes the boundary between two sublayers: a tile for few tokens, and one for many."""
+
+    def get_warmup_keys(self, hidden: int) -> list[Call]:
+        return [_call("mhc_post_pre", T=tokens, D=hidden, aux=aux) for tokens in (1, 64) for aux in (False, True)]
+
+
 class TokenLogprobs(VllmJitKernel[int]):
     """Upstream's log-probabilities of chosen tokens, whose block follows the number that a request asks for."""
 
@@ -135,7 +158,8 @@ class TokenLogprobs(VllmJitKernel[int]):
         compute_token_logprobs(logits, torch.zeros(1, compile_key, dtype=torch.int64, device=device))
 
 
-KERNELS, SHADOW_KERNELS, TOKEN_LOGPROBS = AmpereKernels(), ShadowKernels(), TokenLogprobs()
+KERNELS, SHADOW_KERNELS, DRAFT_KERNELS = AmpereKernels(), ShadowKernels(), DraftKernels()
+BOUNDARY_KERNELS, TOKEN_LOGPROBS = BoundaryKernels(), TokenLogprobs()
 
 
 def register(layer, vllm_config) -> None:
@@ -145,8 +169,11 @@ def register(layer, vllm_config) -> None:
     from vllm.model_executor.kernels.mhc import tilelang_kernels as mhc
 
     KERNELS.register_warmup(layer)
+    DRAFT_KERNELS.register_warmup(vllm_config)
     TOKEN_LOGPROBS.register_warmup(vllm_config)
     hidden, streams = layer.hidden_size, vllm_config.model_config.hf_config.hc_mult
+    if boundary_asked():
+        BOUNDARY_KERNELS.register_warmup(hidden)
     for columns in (hidden, streams * hidden):  # one stream in the first layer
         mhc._HC_PRENORM_GEMM_TILELANG_KERNEL.register_warmup(
             vllm_config, hidden_size=columns, hc_mult=1, n_out=streams * (streams + 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel times: replays of CUDA graphs over rotated inputs, contestants in alternation.
+"""Kernel times: replays of CUDA graphs over rotated inputs (or calls by the host), contestants in alternation.
 
 Times mean something between contestants of one race only. What decides a figure (how many inputs, whose turn it is,
-the spread) is free of CUDA; `GraphReplay` and `launches` are what needs a card.
+the spread) is free of CUDA; `GraphReplay`, `EagerCalls` and `launches` are what needs a card.
 """
 
 import statistics
@@ -88,6 +88,28 @@ class GraphReplay:
     def __call__(self) -> float:
         self._start.record()
         self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) * 1e3 / len(self._calls)
+
+
+class EagerCalls:
+    """The same calls one after the other, as a host issues them; calling it returns microseconds a call.
+
+    Args:
+        calls: as for `GraphReplay`.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object]]):
+        self._calls = list(calls)
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self()
+
+    def __call__(self) -> float:
+        torch.cuda.synchronize()
+        self._start.record()
+        for call in self._calls:
+            call()
         self._end.record()
         self._end.synchronize()
         return self._start.elapsed_time(self._end) * 1e3 / len(self._calls)

@@ -14,9 +14,9 @@ from ...kernels.attention.window_slots import window_slots
 from ...kernels.engram.engram_gate import engram_gate
 from ...kernels.engram.engram_hash import DEAD, engram_hash
 from ...kernels.kv_cache.compressor_pool import compressor_pool
-from ...kernels.mhc.mhc_post_pre import mhc_post_pre
 from ...kernels.mhc.mhc_pre import mhc_pre
 from ...kernels.rms_norm import rms_norm
+from .. import mhc
 
 
 def q_kv_rmsnorm(q, kv, q_weight, kv_weight, eps):
@@ -36,18 +36,11 @@ def pre(
     )  # fmt: skip
 
 
-def post_pre(
-    x, residual, post, comb, fn, scale, base, rms_eps, pre_eps, sinkhorn_eps, post_alpha, iters,
-    pre_mix=None, norm_weight=None, norm_eps=1e-6, capture_aux=False, *, stream=None, reduce_results=False,
-):  # fmt: skip
+def post_pre(*arguments, stream=None, reduce_results=False, **named):
     """`mhc_post_pre` under upstream's argument order; the overlap and fused-reduce variants need a GPU."""
     if stream is not None or reduce_results:
         raise NotImplementedError("overlapped hyper-connections need a GPU")
-    return mhc_post_pre(
-        x, residual, post, comb, fn, scale, base, pre_mix, norm_weight,
-        rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_alpha=post_alpha,
-        sinkhorn_iters=iters, norm_eps=norm_eps, capture_aux=capture_aux,
-    )  # fmt: skip
+    return mhc.post_pre(*arguments, **named)
 
 
 def save_compress_norm(

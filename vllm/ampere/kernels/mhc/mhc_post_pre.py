@@ -9,9 +9,11 @@ import torch
 from ...errors import ContractError
 from ...testing.inputs import normal
 from ..contracts import Arg
-from ..registry import Case, Op
+from ..launch import unavailable
+from ..registry import Case, Implementation, Op
 from .mhc_post import AXES, BF16, FP32, POST_INPUTS, ROUNDED_ONCE, post_inputs
 from .mhc_pre import ACTIVATION, MIX_INPUTS, MIX_OUTPUTS, MIX_TOLERANCES, mix_parameters
+from .mhc_post_pre_triton import mhc_post_pre_triton
 from .reference import mhc_post_pre_ref
 
 
@@ -86,10 +88,11 @@ OP = Op(
     inputs=POST_INPUTS + MIX_INPUTS,
     outputs=(Arg("streams", "T 4 D", BF16), *MIX_OUTPUTS, Arg("aux", "A D", BF16)),
     reference=mhc_post_pre_ref,
+    implementations=(Implementation("triton", mhc_post_pre_triton, ("sm80", "sm86"), unavailable),),
     tolerances={"streams": ROUNDED_ONCE, **MIX_TOLERANCES, "aux": ACTIVATION},
     cases=tuple(
         Case(f"t{t}_d{d}{'_aux' if aux else ''}", {"T": t, "D": d, "aux": aux}, _inputs)
-        for t, d, aux in ((0, 256, True), (1, 5120, False), (63, 256, True), (4097, 64, False))
+        for t, d, aux in ((0, 256, True), (1, 5120, False), (5, 160, True), (63, 256, True), (4097, 96, False))
     ),
     bytes_moved=lambda s: s["T"] * s["D"] * (20 + 2 * s["aux"]) + 24 * s["D"] * 16,
     flops=lambda s: s["T"] * s["D"] * (4 * 50 + 40 + 8),
