@@ -11,10 +11,10 @@ from typing import Iterator, NoReturn
 
 from .. import __version__, envs
 from ..errors import AmpereError, UsageError
-from . import doctor, env, kernels, patches, plan, serve
+from . import doctor, env, kernels, patches, plan, profile, serve
 from .console import Console
 
-COMMANDS = (doctor, plan, serve, patches, kernels, env)
+COMMANDS = (doctor, plan, serve, profile, patches, kernels, env)
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
@@ -60,7 +60,7 @@ def build_parser() -> Parser:
 
 def _run(words: list[str], console: Console) -> int:
     given: list[str] = []
-    if words[:1] == ["serve"] and "--" in words:
+    if words[:1] in (["serve"], ["profile"]) and "--" in words:
         # argparse cannot tell options before "--" from those behind it once a positional stands between them
         end = words.index("--")
         words, given = words[:end], words[end + 1 :]
