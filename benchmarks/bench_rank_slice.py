@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times of one rank of TP8, all 40 layers, without collectives and without real weights.
 
-    python benchmarks/bench_rank_slice.py --output FILE [--modes native sm80]
+    python benchmarks/bench_rank_slice.py --output FILE [--modes native sm80] [--dspark]
 
 The checkpoint is a config.json whose widths are a rank's share and whose weights are drawn on the card. Engram tables
 are left out: they belong to the host. Each mode is an engine of its own; both load side by side and are measured one at
 a time. A point is (requests, context tokens): every request prefills its own prompt, then all decode together. Each is
-run twice and the second run counts.
+run twice and the second run counts. With --dspark five drafts a step are made and verified, at the points of `DSPARK_POINTS`.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from benchmarks import receipt  # noqa: E402
 
 TENSOR_PARALLEL = 8
 POINTS = [(1, 256), (8, 256), (32, 256), (1, 16_384), (8, 16_384), (1, 65_536)]
+DSPARK_POINTS = [(1, 256)]
+DSPARK = {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
 DECODE_TOKENS = 48
 # A share of the released model: heads, output groups, expert width and vocabulary are cut, hidden size and layers are not.
 SHARE = {
@@ -118,13 +120,14 @@ def measure(llm, requests: int, context: int) -> dict:
     return {"prefill_s": prefill_s, "steps_s": [b - a for a, b in zip(ends[4:], ends[5:])], "token_s": token_s}
 
 
-def child(folder: Path, options: dict, after: Callable = lambda llm: None) -> None:
+def child(folder: Path, options: dict, after: Callable = lambda llm: None, points: list = POINTS) -> None:
     """One engine: load, wait for the card to be free, measure every point, print JSON.
 
     Args:
         folder: with the config.json; engines that share it take turns.
         options: engine keywords on top of `OPTIONS`.
         after: called with the engine behind each point; what it returns is in the point's `extra`.
+        points: (requests, context tokens) each.
     """
     from vllm import LLM
     from vllm.model_executor.model_loader import dummy_loader
@@ -137,7 +140,7 @@ def child(folder: Path, options: dict, after: Callable = lambda llm: None) -> No
         fcntl.flock(lock, fcntl.LOCK_EX)
         measure(llm, 2, 600)
         after(llm)
-        for requests, context in POINTS:
+        for requests, context in points:
             measure(llm, requests, context)  # upstream compiles kernels at the first step of a size
             after(llm)
             found[f"bs{requests}-ctx{context}"] = measure(llm, requests, context) | {"extra": after(llm)}
@@ -153,31 +156,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="receipt to write")
     parser.add_argument("--modes", nargs="+", default=["native", "sm80"], choices=["native", "sm80", "sm86"])
+    parser.add_argument("--dspark", action="store_true", help="with the draft model")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        return child(arguments.child, {})
+        drafts = arguments.name.endswith("-dspark")
+        return child(arguments.child, DSPARK if drafts else {}, points=DSPARK_POINTS if drafts else POINTS)
     if not arguments.output:
         parser.error("--output says where the receipt goes")
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder))
-        modes = {mode: {} if mode == "native" else {"VLLM_AMPERE_ASSUME": mode} for mode in arguments.modes}
+        suffix = "-dspark" if arguments.dspark else ""
+        modes = {mode + suffix: {} if mode == "native" else {"VLLM_AMPERE_ASSUME": mode} for mode in arguments.modes}
         found = run_engines(Path(folder), __file__, modes)
-    first = arguments.modes[0]
+    found = {name.removesuffix(suffix): seen for name, seen in found.items()}
+    first, step = arguments.modes[0], "dspark" if arguments.dspark else "decode"
     figures = []
     for mode in arguments.modes:
-        for requests, context in POINTS:
+        for requests, context in DSPARK_POINTS if arguments.dspark else POINTS:
             seen = found[mode][f"bs{requests}-ctx{context}"]
-            name = f"rank_slice_tp8/decode-bs{requests}-ctx{label(context)}"
+            name = f"rank_slice_tp8/{step}-bs{requests}-ctx{label(context)}"
             step_s = statistics.median(seen["steps_s"])
             figures.append({"id": f"{name}/{mode}-step", "value": round(step_s * 1e3, 3), "unit": "ms"})
             rate = requests * context / seen["prefill_s"]
-            figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-rate", "value": round(rate), "unit": "tokens/s"})
+            if not arguments.dspark:
+                figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-rate", "value": round(rate), "unit": "tokens/s"})
             if mode != first:
                 other = found[first][f"bs{requests}-ctx{context}"]
                 ratio = step_s / statistics.median(other["steps_s"])
                 figures.append({"id": f"{name}/{mode}-over-{first}", "value": round(ratio, 3), "unit": "x the time"})
+                if arguments.dspark:
+                    continue
                 ratio = seen["prefill_s"] / other["prefill_s"]
                 figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-over-{first}", "value": round(ratio, 3), "unit": "x the time"})
     receipt.write(arguments.output, "rank-slice", "sm_80 code on H200 where the mode is sm80; upstream's own kernels where it is native",

@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,13 @@ def _offline(arguments: Namespace, console: Console) -> "list[Summary]":
             command = [sys.executable, "-m", "vllm.ampere.integration.profile_job", json.dumps(job)]
             status = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment).returncode
         if status:
-            lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise AmpereError(f"the engine ended with {status}: {lines[-1]}", "--traces DIR keeps its log, engine.log")
+            raise _failure(status, log.read_text(errors="replace").strip().splitlines())
         return profiler.read(profiler.find_traces(folder))
+
+
+def _failure(status: int, lines: list[str]) -> AmpereError:
+    """What an engine died of, by the last line of its log that names an error, with the hint behind it if there is one."""
+    errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception): |.*\berror: ", line)]
+    cause = lines[errors[-1]] if errors else lines[-1] if lines else "it said nothing"
+    hints = [line.removeprefix("hint: ") for line in lines[errors[-1] :] if line.startswith("hint: ")] if errors else []
+    return AmpereError(f"the engine ended with {status}: {cause}", *hints[:1] or ["--traces DIR keeps its log, engine.log"])

@@ -131,7 +131,7 @@ def _summarise(path: Path, document: dict) -> Summary | None:
     rows.append(row("host gap", None, window_us - busy_us))
     longest = sorted(others.items(), key=lambda entry: -entry[1][1])[:_LISTED]
     listed = [{"name": name, "calls": count, "total_ms": us / 1e3} for name, (count, us) in longest]
-    overlap_ms = (sum(total_us.values()) - busy_us) / 1e3
+    overlap_ms = max(0.0, sum(total_us.values()) - busy_us) / 1e3
     return Summary(path.name, device, steps, window_us / 1e3, overlap_ms, rows, listed)
 
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ampere profile --model` with the patched CPU engine, beside the totals that torch's profiler prints itself."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm.ampere.testing import tiny_checkpoint
+from vllm.ampere.testing.engine import OPTIONS, arguments, environment
+
+pytestmark = pytest.mark.vllm
+STEPS = 2
+
+
+def profile(*words):
+    command = [Path(sys.executable).parent / "vllm-ampere", "profile", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment())
+
+
+def test_a_prefill_and_decode_steps_of_the_tiny_model(tmp_path):
+    model, traces, output = tiny_checkpoint.write(tmp_path / "model", "sharp"), tmp_path / "traces", tmp_path / "out.json"
+    ran = profile(
+        "--model", model, "--steps", str(STEPS), "--context", "40", "--traces", traces, "--output", output,
+        "--", *arguments(OPTIONS),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = {summary["trace"].partition("_")[0]: summary for summary in json.loads(output.read_text())["traces"]}
+    assert {name: summary["steps"] for name, summary in found.items()} == {"prefill": 1, "decode": STEPS}
+    for name, summary in found.items():
+        total_ms = {row["stage"]: row["total_ms"] for row in summary["rows"]}
+        expected = {"attention", "indexer", "mHC", "routed experts", "shared expert", "dense", "engram", "sampler"}
+        assert expected < total_ms.keys()
+        (table,) = traces.glob(f"{name}_*.profiler_out.txt")
+        printed = re.search(r"Self CPU time total: ([\d.]+)(m?s)", table.read_text())
+        whole_ms = float(printed[1]) * (1e3 if printed[2] == "s" else 1)
+        worked_ms = sum(ms for stage, ms in total_ms.items() if stage != "host gap")
+        assert 0.2 * whole_ms < worked_ms <= 1.01 * whole_ms  # the rest is the steps' own Python
+        assert total_ms["other"] < 0.1 * worked_ms
+
+
+@pytest.mark.parametrize("words, message", [
+    ([], r"error: the engine ended with 1: \S*Error: \S.*"),
+    (["--", "--no-such-argument"], r"error: the engine ended with 2: .*unrecognized arguments: --no-such-argument"),
+])  # fmt: skip
+def test_an_engine_that_does_not_start(tmp_path, words, message):
+    (tmp_path / "config.json").write_text("{}")
+    ran = profile("--model", tmp_path, *words)
+    started, error, hint = ran.stderr.splitlines()
+    assert (ran.returncode, ran.stdout) == (1, "") and started.startswith("starting")
+    assert re.fullmatch(message, error) and hint.startswith("hint: ")
