@@ -3,10 +3,10 @@
 
     python benchmarks/bench_ablation.py --output FILE [--families mhc experts sampler] [--cards 1] [--rounds 5]
 
-A family is listed where `VLLM_AMPERE_KERNELS` switches between our kernel and one that upstream has for sm_80. Attention,
-the indexer, the cache writers and the engram look-up are not: upstream has none for sm_80, and our references, which could
-be asked for, are no rival. Model and clock are those of `bench_rank_slice.py`, as sm_80 code. The two engines of a family
-share a card and answer one at a time; families are spread over the cards.
+A family is listed where `VLLM_AMPERE_KERNELS` switches between our kernel and one that upstream has for sm_80.
+Attention, the indexer, the cache writers and the engram look-up are not: upstream has none for sm_80, and our
+references, which could be asked for, are no rival. Model and clock are those of `bench_rank_slice.py`, as sm_80 code.
+The two engines of a family share a card and answer one at a time; families are spread over the cards.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -59,13 +61,14 @@ class Engine:
         self._log, self._name = folder / f"{name}.log", name
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         env = ENVIRONMENT | {
-            "VLLM_AMPERE_ASSUME": "sm80", "VLLM_AMPERE_KERNELS": kernels, "TRITON_CACHE_DIR": str(folder / f"triton-{name}"),
+            "VLLM_AMPERE_ASSUME": "sm80", "VLLM_AMPERE_KERNELS": kernels,
+            "TRITON_CACHE_DIR": str(folder / f"triton-{name}"),
             "CUDA_VISIBLE_DEVICES": visible.split(",")[card] if visible else str(card),
         }  # fmt: skip
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, "--child", str(folder), json.dumps(options)], env=os.environ | env, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                [sys.executable, __file__, "--child", str(folder), json.dumps(options)], env=os.environ | env,
+                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
 
     def ask(self, *point: int) -> dict:
@@ -106,9 +109,8 @@ def child(folder: str, options: dict) -> None:
 def run_family(folder: Path, name: str, card: int, rounds: int) -> dict[str, list[dict]]:
     """Point -> {"ours", "upstream"} of each round; who goes first changes with the round."""
     family = FAMILIES[name]
-    engines = {
-        side: Engine(folder, f"{name}-{side}", getattr(family, side), family.options, card) for side in ("ours", "upstream")
-    }
+    settings = {"ours": family.ours, "upstream": family.upstream}
+    engines = {side: Engine(folder, f"{name}-{side}", each, family.options, card) for side, each in settings.items()}
     try:
         for point in POINTS * 2:  # upstream compiles kernels at the first step of a size
             for engine in engines.values():
@@ -126,12 +128,16 @@ def run_family(folder: Path, name: str, card: int, rounds: int) -> dict[str, lis
 
 
 def figures(family: str, found: dict[str, list[dict]]) -> list[dict]:
-    """Decode step and prefill of both sides and upstream's time over ours, above 1 where ours is ahead: medians over the
-    rounds of what each round gave, with the lowest and the highest."""
+    """Decode step and prefill of both sides, and upstream's time over ours: above 1, ours is ahead.
+
+    A value is the median over the rounds of what each gave, with the lowest and the highest.
+    """
     listed = []
     for point, rounds in found.items():
-        for part, of_round in (("decode", lambda seen: statistics.median(seen["steps_s"])), ("prefill", lambda seen: seen["prefill_s"])):
-            values = {side: [of_round(each[side]) * 1e3 for each in rounds] for side in ("ours", "upstream")}
+        for part, key in (("decode", "steps_s"), ("prefill", "prefill_s")):
+            values = {
+                side: [float(np.median(each[side][key])) * 1e3 for each in rounds] for side in ("ours", "upstream")
+            }
             series = {f"{side}-ms": taken for side, taken in values.items()}
             series["vs-upstream"] = [theirs / ours for ours, theirs in zip(values["ours"], values["upstream"])]
             for measured, taken in series.items():
@@ -165,8 +171,8 @@ def main() -> None:
             found = {name: taken for part in pool.map(run_card, range(arguments.cards)) for name, taken in part.items()}
     listed = [figure for name, taken in found.items() for figure in figures(name, taken)]
     for figure in listed:
-        print(f"{figure['value']:>12.5g}  {figure['unit']:<3} {figure['id']}  {figure['low']:.5g} to {figure['high']:.5g}")
-    receipt.write(arguments.output, "ablation", "sm_80 code on H200; each family's kernel beside upstream's, the rest the same",
+        print("{value:>12.5g}  {unit:<3} {id}  {low:.5g} to {high:.5g}".format_map(figure))
+    receipt.write(arguments.output, "ablation", "sm_80 code on H200; each family's kernel beside upstream's, the rest alike",
                   "tests/gpu/engine of the same commit; the weights here are random", listed, found)
 
 

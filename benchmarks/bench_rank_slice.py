@@ -6,7 +6,7 @@
 The checkpoint is a config.json whose widths are a rank's share and whose weights are drawn on the card. Engram tables
 are left out: they belong to the host. Each mode is an engine of its own; both load side by side and are measured one at
 a time. A point is (requests, context tokens): every request prefills its own prompt, then all decode together. Each is
-run twice and the second run counts. With --dspark five drafts a step are made and verified, at the points of `DSPARK_POINTS`.
+run twice and the second run counts. With --dspark five drafts a step are made and verified, at `DSPARK_POINTS`.
 """
 
 import argparse

@@ -13,7 +13,8 @@ def seen(step_ms, prefill_ms):
 
 def test_ratios_are_taken_within_a_round():
     rounds = [{"ours": seen(o, 100), "upstream": seen(u, 50)} for o, u in ((10, 20), (20, 30), (10, 40))]
-    found = {figure["id"].removeprefix("ablation_tp8/mhc/"): figure for figure in figures("mhc", {"bs1-ctx256": rounds})}
+    listed = figures("mhc", {"bs1-ctx256": rounds})
+    found = {figure["id"].removeprefix("ablation_tp8/mhc/"): figure for figure in listed}
     assert {name: (f["value"], f["low"], f["high"], f["unit"]) for name, f in found.items()} == {
         "decode-bs1-ctx256/ours-ms": (10, 10, 20, "ms"),
         "decode-bs1-ctx256/upstream-ms": (30, 20, 40, "ms"),

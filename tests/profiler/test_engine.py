@@ -22,7 +22,8 @@ def profile(*words):
 
 
 def test_a_prefill_and_decode_steps_of_the_tiny_model(tmp_path):
-    model, traces, output = tiny_checkpoint.write(tmp_path / "model", "sharp"), tmp_path / "traces", tmp_path / "out.json"
+    model = tiny_checkpoint.write(tmp_path / "model", "sharp")
+    traces, output = tmp_path / "traces", tmp_path / "out.json"
     ran = profile(
         "--model", model, "--steps", str(STEPS), "--context", "40", "--traces", traces, "--output", output,
         "--", *arguments(OPTIONS),

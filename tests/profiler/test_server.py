@@ -9,12 +9,12 @@ import pytest
 
 from vllm.ampere.cli import main as cli
 
-TRACE = {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "_mqa_logits_kernel", "pid": 0, "tid": 7, "ts": 5, "dur": 40}]}
+KERNEL = {"ph": "X", "cat": "kernel", "name": "_mqa_logits_kernel", "pid": 0, "tid": 7, "ts": 5, "dur": 40}
 
 
 @pytest.fixture
 def served(tmp_path):
-    """address, traces and what was asked of a server whose routes answer `status` and that writes a trace if `writes`."""
+    """Starts a server that answers `status` and leaves a trace if it `writes`; its address, traces and what it was asked."""
     servers = []
 
     def serve(status=200, writes=True):
@@ -26,7 +26,7 @@ def served(tmp_path):
             def do_POST(self):
                 asked.append(self.path)
                 if self.path == "/stop_profile" and writes:
-                    (folder / "rank0.222.pt.trace.json").write_text(json.dumps(TRACE))
+                    (folder / "rank0.222.pt.trace.json").write_text(json.dumps({"traceEvents": [KERNEL]}))
                 self.send_response(status)
                 self.end_headers()
 

@@ -61,6 +61,7 @@ def test_kernels_of_others(kernel, stage):
 
 def test_an_own_name_wins_over_the_patterns_and_an_own_frame_over_the_name():
     assert stages.own_kernels()["_mqa_logits_kernel"] == "indexer"
-    assert stages.by_name("_window_slots_kernel") == "attention" and stages.by_name("_window_slots_kernel_of_another") == "other"
+    assert stages.by_name("_window_slots_kernel") == "attention"
+    assert stages.by_name("_window_slots_kernel_of_another") == "other"
     assert stages.of("aten::mm", ("vllm/ampere/kernels/indexer/reference.py(5): scores",)) == "indexer"
     assert stages.of("aten::mm", ()) == "dense"

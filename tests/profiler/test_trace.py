@@ -13,7 +13,8 @@ from vllm.ampere.profiler import find_traces, read
 
 
 def span(category, name, start_us, duration_us, thread=7, **args):
-    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": thread, "ts": start_us, "dur": duration_us, "args": args}
+    where = {"pid": 0, "tid": thread, "ts": start_us, "dur": duration_us}
+    return {"ph": "X", "cat": category, "name": name, "args": args} | where
 
 
 def frame(name, start_us, duration_us):
@@ -54,7 +55,8 @@ def test_sums_of_overlapping_streams(tmp_path):
     path = write(tmp_path / "a.json", STREAMS, deviceProperties=[{"name": "A card"}])
     (summary,) = read([path])
     assert totals(summary) == {
-        "attention": (1, 0.04), "indexer": (2, 0.04), "routed experts": (1, 0.04), "other": (1, 0.04), "host gap": (None, 0.07),
+        "attention": (1, 0.04), "indexer": (2, 0.04), "routed experts": (1, 0.04), "other": (1, 0.04),
+        "host gap": (None, 0.07),
     }  # fmt: skip
     assert (summary.device, summary.steps, summary.window_ms) == ("A card", 2, 0.2)
     assert summary.overlap_ms == pytest.approx(0.03)
@@ -70,7 +72,8 @@ def test_frames_tell_a_gemm_of_the_shared_expert_and_of_the_draft(tmp_path):
         frame("nn.Module: DeepseekV4MLP_3", 0, 10), frame("nn.Module: MergedColumnParallelLinear_5", 1, 8),
         frame("vllm/models/deepseek_v41/nvidia/dspark.py(10): forward", 20, 10),
         frame("vllm/model_executor/layers/linear.py(9): forward", 40, 10),
-        *launched(gemm, 100, 1, 2, 1), *launched(gemm, 110, 2, 22, 2), *launched(gemm, 120, 4, 42, 3), *launched(gemm, 130, 8, 60, 4),
+        *launched(gemm, 100, 1, 2, 1), *launched(gemm, 110, 2, 22, 2), *launched(gemm, 120, 4, 42, 3),
+        *launched(gemm, 130, 8, 60, 4),
         *launched("elementwise_kernel", 140, 16, 43, 5), *launched("_mhc_post_kernel", 160, 32, 3, 6),
     ]  # fmt: skip
     (summary,) = read([write(tmp_path / "a.json", events)])

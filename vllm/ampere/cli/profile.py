@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ampere profile`: where a step's time goes, stage by stage, of a saved trace, a server or an engine of its own."""
+"""`vllm-ampere profile`: where a step's time goes, stage by stage, of a trace, a server or an engine of its own."""
 
 import json
 import math
@@ -37,13 +37,13 @@ def register(commands) -> None:
     )
     parser.add_argument("trace", metavar="TRACE", nargs="?", type=Path, help="a trace, or a folder of one run's traces")
     parser.add_argument("--server", metavar="URL", help="a running server, started with --profiler-config")
-    parser.add_argument("--traces", metavar="DIR", type=Path, help="its torch_profiler_dir; of --model: keep traces here")
+    parser.add_argument("--traces", metavar="DIR", type=Path, help="its torch_profiler_dir; --model: keep them here")
     parser.add_argument("--seconds", type=_positive(float), default=5.0, help="how long to watch a server (default: 5)")
     parser.add_argument("--model", metavar="DIR", type=Path, help="start an engine for this checkpoint and profile it")
     parser.add_argument("--steps", type=_positive(int), default=20, help="decode steps of --model (default: 20)")
     parser.add_argument("--requests", type=_positive(int), default=1, help="requests at once (default: 1)")
     parser.add_argument("--context", type=_positive(int), default=256, help="tokens of each prompt (default: 256)")
-    parser.add_argument("--stacks", action="store_true", help="record Python frames: tells stages apart, slows the host")
+    parser.add_argument("--stacks", action="store_true", help="record Python frames: more stages, slower host")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write the document of --format json here")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="how to print (default: table)")
     parser.set_defaults(run=_run)
@@ -88,7 +88,8 @@ def _run(arguments: Namespace, console: Console) -> int:
         try:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
         except OSError as error:
-            raise AmpereError(f"cannot write {arguments.output}: {error.strerror or error}", "name another file") from error
+            why = error.strerror or error
+            raise AmpereError(f"cannot write {arguments.output}: {why}", "name another file") from error
     if console.format == "json":
         console.document(document)
     else:
@@ -134,7 +135,7 @@ def _offline(arguments: Namespace, console: Console) -> "list[Summary]":
             "requests": arguments.requests, "context": arguments.context, "arguments": arguments.given,
         }  # fmt: skip
         console.progress("starting an engine: minutes for the released checkpoint")
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with open(log, "w") as stream:
             command = [sys.executable, "-m", "vllm.ampere.integration.profile_job", json.dumps(job)]
             status = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment).returncode
@@ -144,8 +145,9 @@ def _offline(arguments: Namespace, console: Console) -> "list[Summary]":
 
 
 def _failure(status: int, lines: list[str]) -> AmpereError:
-    """What an engine died of, by the last line of its log that names an error, with the hint behind it if there is one."""
+    """What an engine died of, by the last line of its log that names an error, with the hint behind it."""
     errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception): |.*\berror: ", line)]
     cause = lines[errors[-1]] if errors else lines[-1] if lines else "it said nothing"
     hints = [line.removeprefix("hint: ") for line in lines[errors[-1] :] if line.startswith("hint: ")] if errors else []
-    return AmpereError(f"the engine ended with {status}: {cause}", *hints[:1] or ["--traces DIR keeps its log, engine.log"])
+    hint = hints[0] if hints else "--traces DIR keeps its log, engine.log"
+    return AmpereError(f"the engine ended with {status}: {cause}", hint)

@@ -124,8 +124,10 @@ def _summarise(path: Path, document: dict) -> Summary | None:
     steps = sum(e["name"].startswith(_STEP) for e in events if e.get("cat") == "user_annotation")
 
     def row(stage: str, count: int | None, us: float) -> dict:
-        return {"stage": stage, "calls": count, "total_ms": us / 1e3, "average_us": us / count if count else None,
-                "share": us / window_us if window_us else 0.0, "per_step_ms": us / 1e3 / steps if steps else None}  # fmt: skip
+        return {
+            "stage": stage, "calls": count, "total_ms": us / 1e3, "average_us": us / count if count else None,
+            "share": us / window_us if window_us else 0.0, "per_step_ms": us / 1e3 / steps if steps else None,
+        }  # fmt: skip
 
     rows = [row(stage, calls[stage], total_us[stage]) for stage in stages.STAGES if calls[stage]]
     rows.append(row("host gap", None, window_us - busy_us))
