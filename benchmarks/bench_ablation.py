@@ -172,7 +172,8 @@ def main() -> None:
     listed = [figure for name, taken in found.items() for figure in figures(name, taken)]
     for figure in listed:
         print("{value:>12.5g}  {unit:<3} {id}  {low:.5g} to {high:.5g}".format_map(figure))
-    receipt.write(arguments.output, "ablation", "sm_80 code on H200; each family's kernel beside upstream's, the rest alike",
+    receipt.write(arguments.output, "ablation",
+                  "sm_80 code on H200; each family's kernel beside upstream's, the rest alike",
                   "tests/gpu/engine of the same commit; the weights here are random", listed, found)
 
 
