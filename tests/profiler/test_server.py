@@ -14,7 +14,7 @@ KERNEL = {"ph": "X", "cat": "kernel", "name": "_mqa_logits_kernel", "pid": 0, "t
 
 @pytest.fixture
 def served(tmp_path):
-    """Starts a server that answers `status` and leaves a trace if it `writes`; its address, traces, and what was asked."""
+    """Starts a server that answers `status` and leaves a trace if it `writes`: its address, traces, what was asked."""
     servers = []
 
     def serve(status=200, writes=True):
