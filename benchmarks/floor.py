@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the card can do at best, measured in the run that the fractions belong to.
 
-Three ceilings: a copy (bytes read and written), torch's bf16 matrix product, and a plain Triton matrix product lowered
-as our kernels are. The last is the ceiling of code that multiplies with mma.sync, whatever else the card has.
+Four ceilings: a copy (bytes read and written), a copy from pinned host memory (bytes that cross the link), torch's bf16
+matrix product, and a plain Triton matrix product lowered as our kernels are. The last is the ceiling of code that
+multiplies with mma.sync, whatever else the card has.
 """
 
 import torch
@@ -11,6 +12,7 @@ from vllm.ampere.kernels.launch import tl, triton
 from vllm.ampere.testing.timing import GraphReplay, race, spread
 
 COPY_BYTES = 1 << 30
+HOST_COPY_BYTES = 1 << 28
 GEMM_SIZE = 8192
 # (BM, BN, BK, warps, stages): the best of these is the ceiling. Each fits SM86's shared memory.
 _TILES = ((128, 128, 32, 4, 4), (128, 128, 64, 8, 3), (128, 256, 32, 8, 3))
@@ -50,7 +52,7 @@ def measure(ours) -> tuple[dict[str, float], dict[str, list[float]]]:
         ours: context under which Triton compiles as for our kernels.
 
     Returns:
-        copy_bytes_per_s, matmul_flops_per_s, mma_flops_per_s; contestant to microseconds.
+        copy_bytes_per_s, host_copy_bytes_per_s, matmul_flops_per_s, mma_flops_per_s; contestant to microseconds.
 
     Raises:
         AssertionError: the plain Triton product differs from torch's.
@@ -59,8 +61,10 @@ def measure(ours) -> tuple[dict[str, float], dict[str, list[float]]]:
     target = torch.empty_like(source)
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda").bfloat16() for _ in range(2))
     c, want = torch.empty_like(a), torch.empty_like(a)
+    pinned = torch.empty(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     replays = {
         "copy": GraphReplay([lambda: target.copy_(source)]),
+        "host-copy": GraphReplay([lambda: target[:HOST_COPY_BYTES].copy_(pinned, non_blocking=True)]),
         "matmul": GraphReplay([lambda: torch.matmul(a, b.T, out=want)]),
     }
     with ours():
@@ -74,6 +78,7 @@ def measure(ours) -> tuple[dict[str, float], dict[str, list[float]]]:
     flops = 2 * GEMM_SIZE**3
     return {
         "copy_bytes_per_s": 2 * COPY_BYTES / seconds["copy"],
+        "host_copy_bytes_per_s": HOST_COPY_BYTES / seconds["host-copy"],
         "matmul_flops_per_s": flops / seconds["matmul"],
         "mma_flops_per_s": flops / min(s for name, s in seconds.items() if name.startswith("mma")),
     }, samples

@@ -10,13 +10,15 @@ from ..row_tiles import pad_rows
 DEAD = -1
 
 
-def engram_lookup_ref(table, scales, rows, first_row, end_row):
+def engram_lookup_ref(table, scales, rows, first_row, end_row, out=None):
     """See `engram_lookup`."""
     own = (rows >= first_row) & (rows < end_row)
     local = (rows - first_row)[own]
     codes = table[local].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, ENGRAM_GROUP))
     values = codes * ue8m0_decode_ref(scales[local]).unsqueeze(-1)
-    out = torch.zeros(*rows.shape, table.shape[1], dtype=torch.bfloat16, device=table.device)
+    if out is None:
+        out = torch.empty(*rows.shape, table.shape[1], dtype=torch.bfloat16, device=table.device)
+    out.zero_()
     out[own] = values.flatten(-2).to(out.dtype)
     return out
 
