@@ -41,7 +41,7 @@ image:  ## build the image with docker or buildah (IMAGE, IMAGE_ARGS)
 kernel-table: env  ## write docs/en/kernels.md: registers, shared memory and spills of every Triton kernel
 	@.venv/bin/vllm-ampere kernels compile --update docs/en/kernels.md
 
-bench:  ## kernels beside their rivals on this card, and a receipt (RECEIPT, SET=1|2|3|4; PYTHON: with vLLM)
+bench:  ## kernels beside their rivals on this card, and a receipt (RECEIPT, SET=1|2|3|4|5|6; PYTHON: with vLLM)
 	$(PYTHON) benchmarks/bench_kernels.py $(if $(SET),--set $(SET)) --output $(or $(RECEIPT),kernels-receipt.json)
 
 charts:  ## summary.json and charts from the receipts in benchmarks/results (PYTHON: one with matplotlib)

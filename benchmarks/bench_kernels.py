@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels: are they right, and how far are they from their rivals and from what the card can do?
 
-    python benchmarks/bench_kernels.py [--set 1|2|3|4|5] [--only OP] [--output RECEIPT]
+    python benchmarks/bench_kernels.py [--set 1|2|3|4|5|6] [--only OP] [--output RECEIPT]
 
 Every op with a Triton implementation first runs its own cases against the reference. Each shape of shapes.py is then
 compared with the reference, and only if it agrees is it timed, beside its rivals, as vllm/ampere/testing/timing.py
@@ -42,6 +42,7 @@ SETS = {
         "candidate_blocks", "mask_to_candidates", "select_topk", "query_rope_quant", "key_norm_rope_store"),
     4: ("clamped_swiglu", "mxfp4_experts_decode"),
     5: ("markov_sampler",),
+    6: ("engram_lookup",),
 }  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def add_figures(shape, op, spreads, against, error, count, ceilings, findings: F
     Args:
         against: rival -> last word of its figure.
         count: launches of one call, or None.
-        ceilings: copy_bytes_per_s and mma_flops_per_s.
+        ceilings: copy_bytes_per_s, host_copy_bytes_per_s and mma_flops_per_s.
     """
     ours, sizes = spreads["ours"], shape.case.sizes
     findings.add(f"{shape.figure}/time", ours.median_us, "us", p10=ours.p10_us, p90=ours.p90_us)
@@ -188,7 +189,10 @@ def add_figures(shape, op, spreads, against, error, count, ceilings, findings: F
         findings.add(f"{shape.figure}/vs-{word}", best / ours.median_us, "x")
     seconds = ours.median_us * 1e-6
     if FLOOR in shape.measures:
-        floor_s = op.bytes_moved(sizes) / ceilings["copy_bytes_per_s"]
+        if shape.link_bytes:
+            floor_s = shape.link_bytes / ceilings["host_copy_bytes_per_s"]
+        else:
+            floor_s = op.bytes_moved(sizes) / ceilings["copy_bytes_per_s"]
         findings.add(f"{shape.figure}/{FLOOR}", floor_s / seconds, "fraction")
     if MMA in shape.measures:
         floor_s = op.flops(sizes) / ceilings["mma_flops_per_s"]
@@ -251,7 +255,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--set", type=int, choices=sorted(SETS),
-        help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 experts, 5 draft sampler",
+        help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 experts, 5 draft sampler, 6 engram",
     )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
     parser.add_argument("--output", type=Path, help="receipt to write")

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from vllm.ampere.kernels.attention.reference import combine_topk_swa_ref
+from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
 from vllm.ampere.kernels.indexer.candidate_topk import mask_to_candidates
 from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
@@ -428,6 +429,35 @@ def _empty(given):
 
 _SPARSE = ("sparse_mla_decode", "sparse_mla_prefill")
 _PAGED, _TOPK, _EXPERTS = ("paged_mqa_logits",), ("select_topk",), ("mxfp4_experts_decode",)
+def _upstream_engram(given):
+    """Upstream's kernel with the grid that it takes in the foreground."""
+    from vllm.models.deepseek_v41.common.engram import _engram_lookup_kernel
+
+    table, rows = given["table"].view(torch.float8_e4m3fn), given["rows"]
+    count, columns = rows.numel(), rows.shape[1]
+    out = torch.empty(*rows.shape, table.shape[1], dtype=torch.bfloat16, device=rows.device)
+    grid = min(triton.cdiv(count, 16), torch.cuda.get_device_properties(rows.device).multi_processor_count)
+
+    def call():
+        _engram_lookup_kernel[(grid,)](
+            table, given["scales"], rows, rows, out, given["first_row"], given["end_row"], count, *rows.stride(),
+            HEAD_START=0, LOCAL_HEADS=columns, TOTAL_HEADS=columns, DIM=table.shape[1], QUANT_BLOCK=32, BLOCK_R=16,
+            GRID=grid, SORTED=False, PACKED=False, OUT_STRIDE=0,
+        )  # fmt: skip
+
+    return call, lambda _: out
+
+
+def _sorted_engram(given):
+    """Ours on rows in the table's order: what sorting gains and costs, without putting the rows back."""
+    function = next(i.function for i in ENGRAM_LOOKUP.implementations if i.name == "triton")
+
+    def call():
+        return function(**given | {"rows": given["rows"].flatten().sort().values[:, None]})
+
+    return call, None
+
+
 RIVALS = (
     Rival("portable-bf16", "portable-bf16", _SPARSE, _portable_sparse_mla, _upstream, lowered_like_ours=True),
     Rival("flash_mla_with_kvcache", "flashmla", ("sparse_mla_decode",), _flashmla_decode, _needs_flashmla),
@@ -448,6 +478,8 @@ RIVALS = (
     Rival("upstream-torch", "upstream-torch", ("mhc_post_pre",), _torch_post_pre, _upstream),
     Rival("upstream-loop", "upstream-loop", ("markov_sampler",), upstream_loop, _upstream, lowered_like_ours=True),
     Rival("inside", "inside", ("markov_sampler",), _product_inside, unavailable, lowered_like_ours=True),
+    Rival("upstream-engram", "upstream", ("engram_lookup",), _upstream_engram, _needs_fp8),
+    Rival("sorted", "sorted", ("engram_lookup",), _sorted_engram, unavailable, lowered_like_ours=True),
     Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
 )
 

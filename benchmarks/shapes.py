@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that are timed: V4.1's widths, at the batches and contexts that a rank meets.
 
-A shape names its figures. `<figure>/vs-<rival>` is the rival's time over ours; a shape bound by memory reports
-`floor-fraction`, one bound by arithmetic `mma-fraction`; attention reports `relative-error` against float64.
+A shape names its figures. `<figure>/vs-<rival>` is the rival's time over ours; a shape bound by memory, or by the link to
+the host, reports `floor-fraction`, one bound by arithmetic `mma-fraction`; attention reports `relative-error` against float64.
 """
 
 import functools
@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm.ampere import pinned_memory
+from vllm.ampere.cache_layout import ENGRAM_DIM, ENGRAM_SCALES
 from vllm.ampere.expert_layout import down_inputs
 from vllm.ampere.kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS
 from vllm.ampere.kernels.registry import Case, all_ops
@@ -31,6 +33,7 @@ class Shape:
         case: sizes under the op's own names, so that its bytes and flops count them, and how to make inputs.
         measures: last parts of its figures' ids, besides time and launches.
         eager: calls are timed one by one, with the host's time, instead of as a graph.
+        link_bytes: what must cross from host memory, where that is the floor; 0 where the card's memory is.
     """
 
     figure: str
@@ -38,6 +41,7 @@ class Shape:
     case: Case
     measures: tuple[str, ...]
     eager: bool = False
+    link_bytes: int = 0
 
     @property
     def rivals(self) -> tuple[str, ...]:
@@ -195,6 +199,56 @@ def _draft_block(requests: int, mode: str) -> Shape:
     return replace(shape, eager=mode == "eager")
 
 
+class _HostView:
+    """Pinned host memory, named to torch as memory that the card reads by the same address."""
+
+    def __init__(self, pinned: torch.Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape), "typestr": "|u1", "data": (pinned.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _host_table(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of one table in pinned memory, or ordinary memory where there is no card."""
+    size = rows * (ENGRAM_DIM + ENGRAM_SCALES)
+    packed = pinned_memory.allocate(size) if torch.cuda.is_available() else torch.empty(size, dtype=torch.uint8)
+    codes = packed[: rows * ENGRAM_DIM].view(rows, ENGRAM_DIM)
+    scales = packed[rows * ENGRAM_DIM :].view(rows, ENGRAM_SCALES)
+    generator = torch.Generator().manual_seed(0)
+    # Drawing every byte takes long; a prime number of rows, again and again, repeats at no power of two.
+    drawn = min(rows, 999_983)
+    some_codes = torch.empty(drawn, ENGRAM_DIM, dtype=torch.uint8).random_(0, 127, generator=generator)
+    some_scales = torch.empty(drawn, ENGRAM_SCALES, dtype=torch.uint8).random_(110, 135, generator=generator)
+    for first in range(0, rows, drawn):
+        count = min(drawn, rows - first)
+        codes[first : first + count], scales[first : first + count] = some_codes[:count], some_scales[:count]
+    return codes, scales
+
+
+def _hashed_rows(sizes, generator, device):
+    """Fresh tokens: rows of a host table that nobody has read."""
+    table, scales = _host_table(sizes["R"])
+    if torch.device(device).type == "cuda":
+        table, scales = (torch.as_tensor(_HostView(held), device=device) for held in (table, scales))
+    return {
+        "table": table,
+        "scales": scales,
+        "rows": torch.randint(sizes["R"], (sizes["T"], sizes["C"]), generator=generator).to(device),
+        "first_row": 0,
+        "end_row": sizes["R"],
+        "out": None,
+    }
+
+
+def _engram(tokens: int) -> Shape:
+    """All 24 columns, as one rank without tensor parallelism has them; 12 million rows are 2.95 GiB."""
+    sizes = {"T": tokens, "C": 24, "R": 12_000_000}
+    measures = ("vs-upstream", "vs-sorted", FLOOR) if tokens == 8192 else ("vs-upstream",)
+    shape = _own("engram_lookup", f"t{tokens}", sizes, *measures, make=_hashed_rows)
+    return replace(shape, link_bytes=tokens * sizes["C"] * (ENGRAM_DIM + ENGRAM_SCALES))
+
+
 def all_shapes() -> tuple[Shape, ...]:
     """The whole table."""
     attention = ("vs-portable-bf16", "vs-flashmla")
@@ -243,4 +297,5 @@ def all_shapes() -> tuple[Shape, ...]:
     ]  # fmt: skip
     experts = [_experts(layout, tokens) for layout in EXPERTS for tokens in (1, 6, 16)]
     sampler = [_draft_block(b, mode) for b in (1, 8) for mode in ("eager", "graph", "noise-graph")]
-    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *boundary, *indexer, *experts, *sampler)
+    engram = [_engram(t) for t in (1, 6, 32, 8192)]
+    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *boundary, *indexer, *experts, *sampler, *engram)

@@ -39,6 +39,8 @@ FIGURES = (
     "merge_attn_states/{s2,s8,s16}/vs-empty-kernel",
     "sparse_mla_prefill/{t1024,t8192}-{h8,h64}/{vs-portable-bf16,vs-flashmla,mma-fraction,relative-error}",
     "candidate_topk/n1m/vs-upstream",
+    "engram_lookup/t8192/floor-fraction",
+    "engram_lookup/{t1,t6,t32}/vs-upstream",
     "{window_insert,key_norm_rope_store,query_rope_quant,compressor_insert}/t8192/floor-fraction",
     "sparse_mla_decode/{bs1,bs8,bs32}-{h8,h64}/{vs-portable-bf16,vs-flashmla,floor-fraction,relative-error}",
     "gather_dequant/{ctx16k,ctx48k}/{vs-upstream-triton,floor-fraction}",
@@ -90,6 +92,8 @@ def _small(shape):
         sizes = {"E": 4, "D": 256, "I": 96, "K": 3}
     if shape.op == "markov_sampler":
         sizes |= {"S": 5, "V": 97, "F": 16}
+    if shape.op == "engram_lookup":
+        sizes = {"T": 6, "R": 500}
     if "lengths" in shape.case.sizes:
         sizes |= {"lengths": [70]}
     if shape.op == "merge_attn_states":
@@ -183,6 +187,16 @@ def test_figures_of_a_shape():
     }  # fmt: skip
 
 
+def test_floor_of_a_lookup_is_the_link_to_the_host():
+    """264 bytes a row, over the rate of a copy from pinned memory; memory of the card does not count."""
+    shape, findings = SHAPES["engram_lookup/t8192"], Findings()
+    ceilings = {"copy_bytes_per_s": 1e15, "host_copy_bytes_per_s": 25e9}
+    spreads = {"ours": Spread(4000.0, 4000.0, 4000.0)}
+    add_figures(shape, all_ops()[shape.op], spreads, {}, 0.0, 1, ceilings, findings)
+    value = {f["id"]: f["value"] for f in findings.figures}["engram_lookup/t8192/floor-fraction"]
+    assert value == pytest.approx(8192 * 24 * 264 / 25e9 / 4e-3, rel=1e-3)
+
+
 class _Replay:
     """Stands for a graph: the first made takes 10 us a call, the second 20, and so on."""
 
@@ -273,5 +287,5 @@ def test_rivals_that_cannot_run_here_say_why():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     for rival in rivals.RIVALS:
-        if rival.against not in ("torch", "flattened", "dense", "empty-kernel", "inside"):
+        if rival.against not in ("torch", "flattened", "dense", "sorted", "empty-kernel", "inside"):
             assert rival.requires() == "there is no card", rival.name

@@ -26,6 +26,19 @@ def test_rows_of_any_stride_value_and_type(device, dtype):
     assert_close(got.cpu(), want, ENGRAM_LOOKUP.tolerances["embedding"])
 
 
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_rows_go_where_the_caller_says(device, tokens):
+    """Into three of five columns, with gaps between tokens; more pairs than all programs hold at once, in the larger."""
+    given = sized(ENGRAM_LOOKUP, 3, T=tokens, C=3, R=40)
+    staged = torch.full((tokens, 5, 264), NAN, dtype=torch.bfloat16, device=device)
+    there = moved(given, device) | {"out": staged[:, 1:4, :256]}
+    got = produce(ENGRAM_LOOKUP, triton_of(ENGRAM_LOOKUP), there)
+    want = ENGRAM_LOOKUP.reference(**given)
+    assert got["embedding"].data_ptr() == staged[:, 1:4].data_ptr()
+    assert torch.equal(staged[:, 1:4, :256].cpu(), want) and want.any()
+    assert staged[:, [0, 4]].isnan().all() and staged[..., 256:].isnan().all()
+
+
 def test_gate_of_dead_tokens_zeros_and_nan(device):
     given = sized(ENGRAM_GATE, 2, T=5, D=96, mask=True)
     given["live"] = torch.tensor([True, False, True, True, False])

@@ -26,9 +26,7 @@ _PROGRAMS = 128
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_rows_tok", "stride_rows_col", "stride_out_tok", "stride_out_col", "first_row", "end_row", "count",
-    ],
+    do_not_specialize=["stride_rows_tok", "stride_rows_col", "first_row", "end_row", "count"],
     do_not_specialize_on_alignment=["rows_ptr"],
 )
 def _engram_lookup_kernel(
@@ -67,7 +65,7 @@ COMPILES = tuple(
         _engram_lookup_kernel,
         {
             "table_ptr": "*u8:16", "scales_ptr": "*u8:16", "rows_ptr": f"*{integer}", "out_ptr": "*bf16:16",
-            "stride_rows_tok": "i32", "stride_rows_col": "i32", "stride_out_tok": "i32", "stride_out_col": "i32",
+            "stride_rows_tok": "i32", "stride_rows_col": "i32", "stride_out_tok": "i32:16", "stride_out_col": "i32:16",
             "first_row": "i32", "end_row": "i32", "count": "i32",
         },
         {"COLUMNS": 24, "DIM": ENGRAM_DIM, "GROUPS": ENGRAM_SCALES, "ROWS": _ROWS},
