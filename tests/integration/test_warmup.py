@@ -61,6 +61,18 @@ def serve_attention(rows: int, first: int, requests: int) -> None:
         for lists in (window, window | selected):
             launch(op, q=q, sink=torch.empty(HEADS), scale=0.1, **lists, out=torch.empty_like(q))
     launch("inverse_rope", o=q, positions=positions, cos_sin=rotary)
+    seq_lens, starts = torch.empty(requests + 3, dtype=torch.int32)[rows % 3:][:requests], torch.empty(requests + 1, dtype=torch.int32)
+    gathered = torch.empty(requests, 40 + rows, 512, dtype=torch.bfloat16)
+    for ratio, width in ((0, 128), (1, 640)):
+        lists = torch.empty(rows, width, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+        launch("gather_dequant", cache=cache(32), seq_lens=seq_lens, gather_lens=seq_lens, block_table=table[:, 1:], out=gathered,
+               offset=rows)
+        launch("combine_topk_swa", topk_rows=torch.empty(rows, TOPK, dtype=torch.int32), query_start=starts, seq_lens=seq_lens,
+               gather_lens=seq_lens, window=128, ratio=ratio, topk=TOPK if ratio else 0, request_rows=40 + rows,
+               compressed_rows=rows, out=lists)
+        launch("sparse_mla_rows", q=q, sink=torch.empty(HEADS), scale=0.1, rows=gathered.flatten(0, 1), indices=lists[0],
+               lens=lists[1], out=torch.empty_like(q))
+    launch("gather_dequant", cache=cache(64), seq_lens=seq_lens, gather_lens=None, block_table=table, out=gathered, offset=0)
     latent, keys = sliced(512, dtype=torch.bfloat16), sliced(128, dtype=torch.bfloat16)
     for ratio in (1, 2):
         launch("topk_slots", topk=sliced(TOPK), request=sliced(), block_table=table, positions=positions, ratio=ratio,
@@ -145,8 +157,10 @@ def test_every_batch_and_context_reaches_exactly_what_was_warmed():
 # On a card upstream's own kernels do the work of these ops.
 UPSTREAM_ON_A_CARD = {
     "_compressor_pool_kernel", "_compressor_ring_kernel", "_engram_gate_kernel", "_mhc_collapse_kernel",
-    "_mhc_post_kernel", "_route_kernel", "_window_slots_kernel",
+    "_mhc_finish_kernel", "_mhc_post_kernel", "_mhc_post_project_kernel", "_route_kernel", "_window_slots_kernel",
 }
+# The CPU engine's prefill reads the pages; the second round of `_largest_kernel` starts at 8,192 rows.
+NOT_ON_THE_CPU = {"_combine_topk_swa_kernel", "_gather_dequant_kernel", "_largest_kernel", "_sparse_mla_rows_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +183,7 @@ def test_the_engine_reaches_nothing_else(engine):
     served, warmed = ({tuple(k) for k in engine[name]} for name in ("served", "warmed"))
     others = sorted(name for name, _ in served - warmed if name not in UPSTREAM_ON_A_CARD)
     assert others == ["_engram_lookup_kernel"], sorted(served - warmed)
-    assert {name for name, _ in warmed - served} == {"_largest_kernel"}  # its second round starts at 8,192 rows
+    assert {name for name, _ in warmed - served} == NOT_ON_THE_CPU
 
 
 def test_drafts_are_sampled_by_our_kernel_and_no_streams_are_kept_for_them(engine):

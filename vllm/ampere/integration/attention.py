@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention layer of DeepSeek-V4.1 on our ops.
 
-Prefill and decode read the 584-byte pages directly, so there is no bfloat16 workspace, no gather and no
-combined index list. Upstream's metadata already holds the window's slots of every row; the slots of the
-selected compressed rows are computed here from the index list that the row's index source published.
+Decode reads the 584-byte pages directly. Upstream's metadata already holds the window's slots of every row; the
+slots of the selected compressed rows are computed here from the index list that the row's index source published.
+Prefill gathers its rows first (`prefill`), and reads the pages where it cannot.
 """
 
 import torch
@@ -20,7 +20,7 @@ from ..kernels.attention.inverse_rope import inverse_rope
 from ..kernels.attention.sparse_mla_decode import sparse_mla_decode
 from ..kernels.attention.sparse_mla_prefill import sparse_mla_prefill
 from ..kernels.attention.topk_slots import topk_slots
-from . import trace, warmup
+from . import prefill, trace, warmup
 from .compressor import AmpereDeepseekCompressor
 from .indexer import AmpereDeepseekV4Indexer
 
@@ -67,6 +67,8 @@ class AmpereDeepseekV4Attention(DeepseekV4Attention):
         """Sparse attention of this step's rows, decode rows first, into `output` [T, H, 512]."""
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):  # profile run: no cache is bound
+            if q.is_cuda:
+                prefill.reserve(self)
             output.zero_()
             return
         window = metadata[self.swa_cache_layer.prefix]
@@ -76,6 +78,12 @@ class AmpereDeepseekV4Attention(DeepseekV4Attention):
             trace.emit("replay_trim", layer=self.layer_id, rows=self._replay_rows, kept=rows)
             self._replay_rows = 0
         output[rows:].zero_()
+        if decodes < rows and prefill.gathers(q):
+            compressed = metadata.get(self.compressed_cache_prefix)
+            prefill.attend(self, window, compressed, q[decodes:rows], output[decodes:rows])
+            rows = decodes
+        if not rows:
+            return
         cache, slots, lens = self._selected(metadata, window, positions, rows)
         for op, start, end, window_slots, window_lens in (
             (sparse_mla_decode, 0, decodes, window.decode_swa_indices, window.decode_swa_lens),

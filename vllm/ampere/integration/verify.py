@@ -71,8 +71,11 @@ def require_patched(root: Path) -> None:
 ENGINE_OPS = (
     "sparse_mla_decode", "sparse_mla_prefill", "topk_slots", "inverse_rope", "compressor_insert", "key_norm_rope_store",
     "query_rope_quant", "paged_mqa_logits", "candidate_mqa_logits", "candidate_blocks", "select_topk", "engram_lookup",
-    "expert_order",
+    "expert_order", "gather_dequant", "combine_topk_swa", "sparse_mla_rows",
+    "clamped_swiglu",
 )  # fmt: skip
+# What `VLLM_AMPERE_KERNELS` switches between ours and upstream's.
+SWITCHED_OPS = ("markov_sampler", "mhc_post_pre", "mxfp4_experts_decode")
 
 
 def require_kernels(architecture: str) -> None:
@@ -80,5 +83,6 @@ def require_kernels(architecture: str) -> None:
     unknown = sorted(envs.kernels().keys() - all_ops().keys() - {"*"})
     if unknown:
         raise SelectionError(f"VLLM_AMPERE_KERNELS names {unknown[0]}, which is no op", "`vllm-ampere kernels list` has them")
-    for name in ENGINE_OPS:
+    asked = [name for name in SWITCHED_OPS if envs.kernels().get(name, "upstream") != "upstream"]
+    for name in (*ENGINE_OPS, *asked):
         all_ops()[name].choose_for(architecture)

@@ -70,8 +70,12 @@ def calls(layer) -> list[Call]:
         _call("inverse_rope", T=1, H=heads, M=_POSITIONS),
         _call("sparse_mla_decode", **lists),  # one token: split, and merged
         _call("sparse_mla_prefill", **lists),  # not split, which many decode tokens are not either
+        _call("sparse_mla_rows", T=1, H=heads, N=_ROWS, L=_COLUMNS),
+        _call("combine_topk_swa", lengths=(1,), C=_COLUMNS, ratio=ratio, window=128),
+        _call("gather_dequant", lengths=(1,), P=_ROWS, tail=1),
     ]
     if ratio:
+        found.append(_call("gather_dequant", lengths=(1,), P=_ROWS, tail=None))
         found.append(_call("topk_slots", T=1, K=_COLUMNS, ratio=ratio, page_rows=_ROWS))
     if layer.is_kv_source:
         found.append(insert_call(ratio))

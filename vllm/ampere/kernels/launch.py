@@ -45,7 +45,7 @@ def aligned_rows(like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Launch:
-    """One production launch of a kernel, as the compile tier builds it for sm_80 and sm_86.
+    """One production launch of a kernel, as the compile tier builds it.
 
     Attributes:
         kernel: the jitted function.
@@ -55,6 +55,7 @@ class Launch:
         num_warps, num_stages, fp_fusion: options of the launch; the defaults are Triton's.
         spill_bytes: bound on the bytes of registers spilled, stores and loads each.
         shared_reason: why the kernel takes more than 48 KiB of shared memory, or "".
+        architectures: those that launch it.
     """
 
     kernel: Any
@@ -65,6 +66,7 @@ class Launch:
     fp_fusion: bool = True
     spill_bytes: int = 0
     shared_reason: str = ""
+    architectures: tuple[str, ...] = ("sm80", "sm86")
 
     @property
     def name(self) -> str:

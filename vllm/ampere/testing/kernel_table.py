@@ -29,6 +29,8 @@ def identity(launch: Launch) -> dict:
     types = (launch.signature.get(name, "") for name in launch.kernel.arg_names)
     pointers = (t.removesuffix(":16").removeprefix("*") for t in types if t.startswith("*"))
     constants = [f"{name}={value}" for name, value in launch.constexprs.items()]
+    if launch.architectures != ARCHITECTURES:
+        constants.append(f"({', '.join(launch.architectures)} only)")
     return {
         "kernel": launch.kernel.__name__.strip("_").removesuffix("_kernel"),
         "constants": " ".join(constants), "pointers": " ".join(pointers), "warps": str(launch.num_warps),
@@ -37,7 +39,7 @@ def identity(launch: Launch) -> dict:
 
 def row(launch: Launch) -> dict:
     """`identity`, the figures of each architecture joined by a slash where they differ, and the faults found."""
-    built = {architecture: build(launch, architecture) for architecture in ARCHITECTURES}
+    built = {architecture: build(launch, architecture) for architecture in launch.architectures}
     figures = {
         "registers": [b.registers for b in built.values()],
         "shared bytes": [b.shared_bytes for b in built.values()],

@@ -3,7 +3,7 @@
 
 The workspace of one request has `request_rows` rows: its compressed rows from row 0, its window rows from row
 `compressed_rows`. A row of the result has three regions that never overlap: the selected rows, the window rows,
-and -1 up to the width. Only paths that gather into a workspace need it; ours read the pages directly.
+and -1 up to the width.
 """
 
 import torch
@@ -20,7 +20,11 @@ _BLOCK_C = 256
 _BLOCK_R = 64
 
 
-@triton.jit(do_not_specialize=["requests", "topk", "width", "request_rows", "compressed_rows"])
+_RUN_TIME = ("requests", "topk", "width", "request_rows", "compressed_rows", "ratio")
+_LISTS = ("query_start_ptr", "seq_lens_ptr", "gather_lens_ptr")
+
+
+@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_LISTS)
 def _combine_topk_swa_kernel(
     topk_rows_ptr,
     query_start_ptr,
@@ -100,10 +104,10 @@ COMPILES = (
     Launch(
         _combine_topk_swa_kernel,
         {
-            **{f"{name}_ptr": "*i32:16" for name in ("topk_rows", "query_start", "seq_lens", "gather_lens")},
-            **{f"{name}_ptr": "*i32:16" for name in ("indices", "lens")},
+            **{f"{name}_ptr": "*i32:16" for name in ("topk_rows", "indices", "lens")},
+            **dict.fromkeys(_LISTS, "*i32"),
             **{name: "i32:16" for name in ("stride_topk_tok", "stride_indices_tok", "window")},
-            **{name: "i32" for name in ("requests", "topk", "width", "request_rows", "compressed_rows", "ratio")},
+            **dict.fromkeys(_RUN_TIME, "i32"),
         },
         {"BLOCK_C": _BLOCK_C, "BLOCK_R": _BLOCK_R},
     ),

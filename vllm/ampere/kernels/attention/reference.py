@@ -50,6 +50,17 @@ def sparse_mla_decode_ref(
 sparse_mla_prefill_ref = sparse_mla_decode_ref
 
 
+def sparse_mla_rows_ref(q, sink, scale, rows, indices, lens, out=None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """See `sparse_mla_rows`; `dtype` as in `sparse_mla_decode_ref`."""
+    if out is None:
+        out = q.new_empty(q.shape, dtype=dtype if dtype == torch.float64 else torch.bfloat16)
+    sink = sink.to(dtype).unsqueeze(-1)
+    for token, (query, listed, length) in enumerate(zip(q.to(dtype), indices, lens.tolist())):
+        listed = listed[: max(length, 0)]
+        out[token] = _attend(query, rows[listed[listed >= 0].long()].to(dtype), sink, scale)
+    return out
+
+
 def _slice_rows(sources, dtype) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The dequantised rows that a few tokens select, each once, and which of them each token selects.
 

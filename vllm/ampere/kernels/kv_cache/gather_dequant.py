@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read rows of the latent cache back as numbers: a request's last rows, or rows by slot.
 
-Attention reads the 584-byte pages directly; these serve tests, debugging and the paths that want a plain
-bfloat16 workspace. E4M3 times a power of two has four significant bits, so bfloat16 holds it exactly.
+Prefill reads rows gathered here; decode reads the 584-byte pages directly. E4M3 times a power of two has four significant bits, so bfloat16 holds it exactly.
 """
 
 import torch
@@ -21,7 +20,10 @@ _ROWS = 16
 _MAX_PROGRAMS = 8192
 
 
-@triton.jit(do_not_specialize=["offset", "out_rows"])
+_LISTS = ("seq_lens_ptr", "gather_lens_ptr", "table_ptr")
+
+
+@triton.jit(do_not_specialize=["offset", "out_rows", "stride_table_req"], do_not_specialize_on_alignment=_LISTS)
 def _gather_dequant_kernel(
     cache_ptr,
     seq_lens_ptr,
@@ -99,9 +101,7 @@ COMPILES = (
             _gather_dequant_kernel,
             {
                 **_CACHE_TYPES,
-                "seq_lens_ptr": "*i32:16",
-                "gather_lens_ptr": "*i32:16",
-                "table_ptr": "*i32:16",
+                **dict.fromkeys(_LISTS, "*i32"),
                 "out_ptr": "*bf16:16",
                 "stride_table_req": "i32",
                 "stride_out_req": "i32:16",
