@@ -29,13 +29,14 @@ from vllm.ampere.testing.parity import assert_parity, produce  # noqa: E402
 from vllm.ampere.testing.timing import EagerCalls, GraphReplay, launches, race, rotation_count, spread  # noqa: E402
 
 # Ops whose error is counted against float64; their references compute so on request.
-FLOAT64 = ("sparse_mla_decode", "sparse_mla_prefill")
+FLOAT64 = ("sparse_mla_decode", "sparse_mla_prefill", "sparse_mla_rows")
 # A reference with more work than this runs on the card.
 CARD_FLOPS = 2e10
 # How far a rival may be from the reference and still count as doing the same work.
 RIVAL_RELATIVE_NORM = 2e-2
 SETS = {
-    1: ("sparse_mla_decode", "sparse_mla_prefill", "merge_attn_states", "gather_dequant", "gather_dequant_slots",
+    1: ("sparse_mla_decode", "sparse_mla_rows", "sparse_mla_prefill", "merge_attn_states", "gather_dequant",
+        "gather_dequant_slots",
         "window_insert", "compressor_insert"),
     2: ("mhc_pre", "mhc_post", "mhc_collapse", "mhc_post_pre"),
     3: ("combine_topk_swa", "topk_slots", "window_slots", "mqa_logits", "paged_mqa_logits", "candidate_mqa_logits",

@@ -16,6 +16,7 @@ import torch
 
 from vllm.ampere.kernels.attention.reference import combine_topk_swa_ref
 from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
+from vllm.ampere.kernels.attention.sparse_mla_rows import sparse_mla_rows
 from vllm.ampere.kernels.indexer.candidate_topk import mask_to_candidates
 from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from vllm.ampere.kernels.kv_cache.reference import gather_dequant_slots_ref
@@ -91,6 +92,8 @@ def _needs_tilelang() -> str:
 
 def _workspace(given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both caches dequantised to bfloat16 [N, 1, 512], and one full list a token: int32 [T, 1, K], [T]."""
+    if "rows" in given:
+        return given["rows"].unsqueeze(1), given["indices"].unsqueeze(1), given["lens"]
     rows, lists, before = [], [], 0
     for source in ("window", "compressed"):
         cache, slots = given[f"{source}_cache"], given[f"{source}_slots"]
@@ -156,6 +159,13 @@ def _flashmla_prefill(given):
         )  # fmt: skip
 
     return call, lambda _: out
+
+
+def _gathered(given):
+    """The same over rows gathered before."""
+    kv, indices, lens = _workspace(given)
+    lists = indices.squeeze(1), lens
+    return lambda: sparse_mla_rows(given["q"], given["sink"], given["scale"], kv.squeeze(1), *lists), lambda out: out
 
 
 def _upstream_gather(given):
@@ -427,7 +437,7 @@ def _empty(given):
     return lambda: _empty_kernel[(tokens * heads,)](out), None
 
 
-_SPARSE = ("sparse_mla_decode", "sparse_mla_prefill")
+_SPARSE = ("sparse_mla_decode", "sparse_mla_rows")
 _PAGED, _TOPK, _EXPERTS = ("paged_mqa_logits",), ("select_topk",), ("mxfp4_experts_decode",)
 def _upstream_engram(given):
     """Upstream's kernel with the grid that it takes in the foreground."""
@@ -459,9 +469,10 @@ def _sorted_engram(given):
 
 
 RIVALS = (
+    Rival("gathered", "gathered", ("sparse_mla_prefill",), _gathered, unavailable, lowered_like_ours=True),
     Rival("portable-bf16", "portable-bf16", _SPARSE, _portable_sparse_mla, _upstream, lowered_like_ours=True),
     Rival("flash_mla_with_kvcache", "flashmla", ("sparse_mla_decode",), _flashmla_decode, _needs_flashmla),
-    Rival("flash_mla_sparse_fwd", "flashmla", ("sparse_mla_prefill",), _flashmla_prefill, _needs_flashmla),
+    Rival("flash_mla_sparse_fwd", "flashmla", ("sparse_mla_rows",), _flashmla_prefill, _needs_flashmla),
     Rival("upstream-triton", "upstream-triton", ("gather_dequant",), _upstream_gather, _needs_fp8),
     Rival("upstream", "upstream", ("combine_topk_swa",), _upstream_combine, _upstream, lowered_like_ours=True),
     Rival("torch", "torch", ("combine_topk_swa",), _torch_combine, lambda: ""),

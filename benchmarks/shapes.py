@@ -88,7 +88,28 @@ def attention_inputs(sizes, generator, device):
 def _attention(figure: str, op: str, tokens: int, heads: int, pool: int, measures) -> Shape:
     sizes = {"T": tokens, "H": heads, "W": WINDOW, "K": TOPK, "P": 32, "Q": 64, "C": pool}
     sizes["chunk"] = op == "sparse_mla_prefill"
-    return Shape(f"{op}/{figure}", op, Case(figure, sizes, attention_inputs), measures)
+    family = "sparse_mla_pages" if sizes["chunk"] else op
+    return Shape(f"{family}/{figure}", op, Case(figure, sizes, attention_inputs), measures)
+
+
+def gathered_inputs(sizes, generator, device):
+    """A chunk of one request: each token's window slides by a row behind a pool of `C` rows, of which it selects."""
+    tokens, heads, window, pool = (sizes[axis] for axis in "THWC")
+    recent = pool + torch.arange(tokens)[:, None] + torch.arange(window)
+    chosen = torch.rand(tokens, pool, generator=generator).topk(sizes["L"] - window, 1).indices
+    return {
+        "q": normal(generator, tokens, heads, 512, device=device, scale=2.0),
+        "sink": normal(generator, heads, dtype=torch.float32, device=device),
+        "scale": 512**-0.5,
+        "rows": normal(generator, pool + tokens + window - 1, 512, device=device),
+        "indices": torch.cat([chosen, recent], 1).int().to(device),
+        "lens": torch.full((tokens,), sizes["L"], dtype=torch.int32, device=device),
+    }
+
+
+def _gathered(tokens: int, heads: int, *measures: str) -> Shape:
+    figure, sizes = f"t{tokens}-h{heads}", {"T": tokens, "H": heads, "W": WINDOW, "L": WINDOW + TOPK, "C": 16_384}
+    return Shape(f"sparse_mla_prefill/{figure}", "sparse_mla_rows", Case(figure, sizes, gathered_inputs), measures)
 
 
 def _own(op: str, figure: str, sizes, *measures: str, family: str = "", make=None) -> Shape:
@@ -256,10 +277,8 @@ def all_shapes() -> tuple[Shape, ...]:
         _attention(f"bs{b}-h{h}", "sparse_mla_decode", b, h, 2 * b * TOPK, (*attention, FLOOR, ERROR))
         for b in (1, 8, 32) for h in (8, 16, 32, 64)
     ]  # fmt: skip
-    prefill = [
-        _attention(f"t{t}-h{h}", "sparse_mla_prefill", t, h, 16_384, (*attention, MMA, ERROR))
-        for t in (1024, 8192) for h in (8, 64)
-    ]  # fmt: skip
+    prefill = [_gathered(t, h, *attention, MMA, ERROR) for t in (1024, 8192) for h in (8, 64)]
+    pages = [_attention(f"t1024-h{h}", "sparse_mla_prefill", 1024, h, 16_384, ("vs-gathered", MMA, ERROR)) for h in (8, 64)]
     merge = [_own("merge_attn_states", f"s{s}", {"S": s, "T": 1, "H": 64}, "vs-empty-kernel") for s in (2, 8, 16)]
     gather = [
         _own("gather_dequant", f"ctx{k}k", {"lengths": [k * 1024], "P": 64, "tail": None}, "vs-upstream-triton", FLOOR)
@@ -298,4 +317,4 @@ def all_shapes() -> tuple[Shape, ...]:
     experts = [_experts(layout, tokens) for layout in EXPERTS for tokens in (1, 6, 16)]
     sampler = [_draft_block(b, mode) for b in (1, 8) for mode in ("eager", "graph", "noise-graph")]
     engram = [_engram(t) for t in (1, 6, 32, 8192)]
-    return (*decode, *prefill, *merge, *gather, *stores, *mhc, *boundary, *indexer, *experts, *sampler, *engram)
+    return (*decode, *prefill, *pages, *merge, *gather, *stores, *mhc, *boundary, *indexer, *experts, *sampler, *engram)

@@ -38,6 +38,7 @@ def _expected(text):
 FIGURES = (
     "merge_attn_states/{s2,s8,s16}/vs-empty-kernel",
     "sparse_mla_prefill/{t1024,t8192}-{h8,h64}/{vs-portable-bf16,vs-flashmla,mma-fraction,relative-error}",
+    "sparse_mla_pages/t1024-{h8,h64}/vs-gathered",
     "candidate_topk/n1m/vs-upstream",
     "engram_lookup/t8192/floor-fraction",
     "engram_lookup/{t1,t6,t32}/vs-upstream",
@@ -92,6 +93,8 @@ def _small(shape):
         sizes = {"E": 4, "D": 256, "I": 96, "K": 3}
     if shape.op == "markov_sampler":
         sizes |= {"S": 5, "V": 97, "F": 16}
+    if shape.op == "sparse_mla_rows":
+        sizes |= {"L": 32}
     if shape.op == "engram_lookup":
         sizes = {"T": 6, "R": 500}
     if "lengths" in shape.case.sizes:
@@ -112,7 +115,7 @@ def test_inputs_can_be_made_and_the_reference_agrees_with_itself(figure):
     assert op.bytes_moved(shape.case.sizes) > 0
 
 
-@pytest.mark.parametrize("figure", ["sparse_mla_decode/bs8-h8", "sparse_mla_prefill/t1024-h8"])
+@pytest.mark.parametrize("figure", ["sparse_mla_decode/bs8-h8", "sparse_mla_pages/t1024-h8"])
 def test_attention_lists_are_full_and_name_rows_past_the_null_page(figure):
     given = _small(SHAPES[figure]).case.inputs(5)
     for source in ("window", "compressed"):
@@ -287,5 +290,5 @@ def test_rivals_that_cannot_run_here_say_why():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     for rival in rivals.RIVALS:
-        if rival.against not in ("torch", "flattened", "dense", "sorted", "empty-kernel", "inside"):
+        if rival.against not in ("torch", "flattened", "dense", "sorted", "empty-kernel", "inside", "gathered"):
             assert rival.requires() == "there is no card", rival.name

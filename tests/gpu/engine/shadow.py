@@ -46,6 +46,10 @@ def note(name: str, ours: torch.Tensor, native: torch.Tensor) -> None:
     seen["worst"] = max(seen["worst"], (difference.abs().max() / (size / native.numel() ** 0.5)).item())
 
 
+def _copy(written):
+    return tuple(map(torch.clone, written)) if isinstance(written, tuple) else written.clone()
+
+
 def behind_ours() -> None:
     """Wrap the choice of every op's implementation, before the first is made."""
     chosen = Op.choose_for
@@ -57,7 +61,8 @@ def behind_ours() -> None:
         def both(*args, **named):
             given = signature.bind(*args, **named).arguments
             given |= {"fill": True} if "fill" in given else {}  # what nobody reads is compared too
-            copies = {n: given[n].clone() for n in op.mutates if isinstance(given.get(n), torch.Tensor)}
+            # What is written is each kernel's own: in one tensor the second result would hide the first.
+            copies = {n: _copy(given[n]) for n in {*op.mutates, "out"} if given.get(n) is not None}
             got = produce(op, function, given)
             want = produce(op, op.reference, given | copies)
             for output, tensor in got.items():

@@ -69,9 +69,11 @@ def test_every_kernel_against_its_reference(runs, run):
         tolerances |= {f"{op.name}: {output}": tolerance for output, tolerance in op.tolerances.items()}
     runs.figures.update({f"{run}, {kind}": {k: float(f"{v:.3g}") for k, v in values.items() if v} for kind, values in seen.items()})
     called = {kind.split(":")[0] for kind in seen}
-    assert called >= {"sparse_mla_decode", "sparse_mla_prefill", "topk_slots", "inverse_rope", "compressor_insert", "engram_lookup",
-                      "key_norm_rope_store", "query_rope_quant", "paged_mqa_logits", "candidate_mqa_logits", "select_topk",
-                      "candidate_blocks"}
+    assert called >= {
+        "sparse_mla_decode", "sparse_mla_rows", "gather_dequant", "combine_topk_swa", "topk_slots", "inverse_rope", "compressor_insert",
+        "engram_lookup", "key_norm_rope_store", "query_rope_quant", "paged_mqa_logits", "candidate_mqa_logits", "select_topk",
+        "candidate_blocks",
+    }
     for kind, values in seen.items():
         bound = tolerances[kind]
         assert values["relative_norm"] <= bound.relative_norm and values["worst"] <= bound.worst, (kind, values, bound)

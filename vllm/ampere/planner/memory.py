@@ -37,8 +37,8 @@ class Serving(BaseModel):
         huge_pages: engram tables on transparent huge pages (`use_thp`).
         memory_fraction: share of a card that vLLM may use (`--gpu-memory-utilization`).
         workspace_factor: `sparse_mla_prefill_workspace_factor`; None takes vLLM's own choice.
-        gather_requests: requests whose cache a prefill gathers into a bfloat16 workspace at once. 0 here:
-            our prefill reads the pages directly; stock vLLM uses 4.
+        gather_requests: longest requests whose cache a prefill gathers into a bfloat16 workspace at once; stock
+            vLLM uses 4.
         graphs_gib, runtime_gib: captured CUDA graphs; CUDA context and NCCL buffers.
     """
 
@@ -52,7 +52,7 @@ class Serving(BaseModel):
     huge_pages: bool = True
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.92
     workspace_factor: Annotated[int, Field(ge=2)] | None = None
-    gather_requests: Annotated[int, Field(ge=0)] = 0
+    gather_requests: Annotated[int, Field(ge=0)] = 1
     graphs_gib: Annotated[float, Field(ge=0)] = 1.0
     runtime_gib: Annotated[float, Field(ge=0)] = 1.25
 
@@ -77,7 +77,7 @@ def workspace_bytes(
     """Bytes of each workspace on each rank of a stage.
 
     Keys:
-        gather: bfloat16 rows of a stock prefill, or the indexer's gathered keys: one pool, the larger.
+        gather: bfloat16 rows of a prefill, or the indexer's gathered keys: one pool, the larger.
         logits: the indexer's float32 scores, prefill chunk or decode step, the larger.
         selection: chosen rows and candidate blocks of a step's tokens, int32.
         activations: the residual streams, the experts' products and the vocabulary's logits.
