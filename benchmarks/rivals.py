@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from vllm.ampere.kernels.attention.reference import combine_topk_swa_ref
-from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
+from vllm.ampere.kernels.engram.engram_lookup import look_up
 from vllm.ampere.kernels.attention.sparse_mla_rows import sparse_mla_rows
 from vllm.ampere.kernels.indexer.candidate_topk import mask_to_candidates
 from vllm.ampere.kernels.indexer.paged_mqa_logits import paged_mqa_logits
@@ -458,14 +458,10 @@ def _upstream_engram(given):
     return call, lambda _: out
 
 
-def _sorted_engram(given):
-    """Ours on rows in the table's order: what sorting gains and costs, without putting the rows back."""
-    function = next(i.function for i in ENGRAM_LOOKUP.implementations if i.name == "triton")
-
-    def call():
-        return function(**given | {"rows": given["rows"].flatten().sort().values[:, None]})
-
-    return call, None
+def _inline_engram(given):
+    """The same kernel on the pairs as they come."""
+    order = torch.arange(given["rows"].numel(), device=given["rows"].device)
+    return lambda: look_up(**given, out=None, order=order), lambda found: found
 
 
 RIVALS = (
@@ -490,7 +486,7 @@ RIVALS = (
     Rival("upstream-loop", "upstream-loop", ("markov_sampler",), upstream_loop, _upstream, lowered_like_ours=True),
     Rival("inside", "inside", ("markov_sampler",), _product_inside, unavailable, lowered_like_ours=True),
     Rival("upstream-engram", "upstream", ("engram_lookup",), _upstream_engram, _needs_fp8),
-    Rival("sorted", "sorted", ("engram_lookup",), _sorted_engram, unavailable, lowered_like_ours=True),
+    Rival("inline", "inline", ("engram_lookup",), _inline_engram, unavailable, lowered_like_ours=True),
     Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
 )
 

@@ -265,7 +265,7 @@ def _hashed_rows(sizes, generator, device):
 def _engram(tokens: int) -> Shape:
     """All 24 columns, as one rank without tensor parallelism has them; 12 million rows are 2.95 GiB."""
     sizes = {"T": tokens, "C": 24, "R": 12_000_000}
-    measures = ("vs-upstream", "vs-sorted", FLOOR) if tokens == 8192 else ("vs-upstream",)
+    measures = ("vs-upstream", "vs-inline", FLOOR) if tokens == 8192 else ("vs-upstream",)
     shape = _own("engram_lookup", f"t{tokens}", sizes, *measures, make=_hashed_rows)
     return replace(shape, link_bytes=tokens * sizes["C"] * (ENGRAM_DIM + ENGRAM_SCALES))
 

@@ -26,9 +26,9 @@ def test_rows_of_any_stride_value_and_type(device, dtype):
     assert_close(got.cpu(), want, ENGRAM_LOOKUP.tolerances["embedding"])
 
 
-@pytest.mark.parametrize("tokens", [1, 700])
+@pytest.mark.parametrize("tokens", [1, 700, 1400])
 def test_rows_go_where_the_caller_says(device, tokens):
-    """Into three of five columns, with gaps between tokens; more pairs than all programs hold at once, in the larger."""
+    """Into three of five columns, with gaps between tokens: more pairs than all programs hold at once, and enough to be sorted."""
     given = sized(ENGRAM_LOOKUP, 3, T=tokens, C=3, R=40)
     staged = torch.full((tokens, 5, 264), NAN, dtype=torch.bfloat16, device=device)
     there = moved(given, device) | {"out": staged[:, 1:4, :256]}

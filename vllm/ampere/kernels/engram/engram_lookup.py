@@ -6,8 +6,11 @@ Upstream's kernel reads a float8_e4m3fn pointer, which SM80 cannot compile; here
 
 A Triton program owns sixteen (token, column) pairs at a time, and goes on to others: a fixed number of programs keeps
 more rows in flight than a host link needs, and leaves the other processors' slots to what runs beside it. The table may
-lie in host memory that the card maps: rows of other ranks are not read. See docs/en/kernels/engram.md.
+lie in host memory that the card maps: rows of other ranks are not read. Many pairs are read in the table's order, so that
+neighbours share the translation of an address. See docs/en/kernels/engram.md.
 """
+
+import functools
 
 import torch
 
@@ -23,6 +26,8 @@ from .reference import engram_lookup_ref
 _ROWS, _WARPS = 16, 4
 # 128 programs of 16 rows of 264 bytes: 540 KB in flight, ten times what 25 GB/s and 2 us of latency ask for.
 _PROGRAMS = 128
+# Below, sorting costs more launches than it saves.
+_SORTED_FROM = 4096
 
 
 @triton.jit(
@@ -30,14 +35,15 @@ _PROGRAMS = 128
     do_not_specialize_on_alignment=["rows_ptr"],
 )
 def _engram_lookup_kernel(
-    table_ptr, scales_ptr, rows_ptr, out_ptr, stride_rows_tok, stride_rows_col, stride_out_tok, stride_out_col,
+    table_ptr, scales_ptr, rows_ptr, order_ptr, out_ptr, stride_rows_tok, stride_rows_col, stride_out_tok, stride_out_col,
     first_row, end_row, count,
     COLUMNS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     d, group = tl.arange(0, DIM)[None, :], tl.arange(0, GROUPS)[None, :]
     for base in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        at = base + tl.arange(0, ROWS)
-        token, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
+        place = base + tl.arange(0, ROWS)
+        at = tl.load(order_ptr + place, place < count, other=count)
+        token, column = at // COLUMNS, at % COLUMNS
         row = tl.load(rows_ptr + token * stride_rows_tok + column * stride_rows_col, at < count, other=-1).to(tl.int64)
         own = (at < count) & (row >= first_row) & (row < end_row)
         local = tl.where(own, row - first_row, 0)[:, None]
@@ -48,13 +54,26 @@ def _engram_lookup_kernel(
         tl.store(out_ptr + (token * stride_out_tok + column * stride_out_col)[:, None] + d, out, (at < count)[:, None])
 
 
+@functools.cache
+def _given_order(device: torch.device) -> torch.Tensor:
+    """Kept: a captured graph reads it."""
+    return torch.arange(_SORTED_FROM, device=device)
+
+
 def _engram_lookup_triton(table, scales, rows, first_row, end_row, out=None):
+    given, count = _given_order(rows.device), rows.numel()
+    order = rows.flatten().argsort() if count >= _SORTED_FROM else given
+    return look_up(table, scales, rows, first_row, end_row, out, order)
+
+
+def look_up(table, scales, rows, first_row, end_row, out, order) -> torch.Tensor:
+    """`engram_lookup` of the pairs in a given order, int64 [at least T * C], a permutation of the first T * C."""
     if out is None:
         out = torch.empty(*rows.shape, ENGRAM_DIM, dtype=torch.bfloat16, device=rows.device)
     count = rows.numel()
     if count:
         _engram_lookup_kernel[(min(triton.cdiv(count, _ROWS), _PROGRAMS),)](
-            table, scales, rows, out, *rows.stride(), out.stride(0), out.stride(1), first_row, end_row, count,
+            table, scales, rows, order, out, *rows.stride(), out.stride(0), out.stride(1), first_row, end_row, count,
             COLUMNS=rows.shape[1], DIM=ENGRAM_DIM, GROUPS=ENGRAM_SCALES, ROWS=_ROWS, num_warps=_WARPS,
         )  # fmt: skip
     return out
@@ -64,7 +83,8 @@ COMPILES = tuple(
     Launch(
         _engram_lookup_kernel,
         {
-            "table_ptr": "*u8:16", "scales_ptr": "*u8:16", "rows_ptr": f"*{integer}", "out_ptr": "*bf16:16",
+            "table_ptr": "*u8:16", "scales_ptr": "*u8:16", "rows_ptr": f"*{integer}", "order_ptr": "*i64:16",
+            "out_ptr": "*bf16:16",
             "stride_rows_tok": "i32", "stride_rows_col": "i32", "stride_out_tok": "i32:16", "stride_out_col": "i32:16",
             "first_row": "i32", "end_row": "i32", "count": "i32",
         },
