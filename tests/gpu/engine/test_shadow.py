@@ -9,6 +9,8 @@ pytestmark = pytest.mark.gpu
 upstream = pytest.mark.reads("shadow", "shadow-dspark")
 # Both sides round to bfloat16 once: a step is 2^-8 of a value, and the norm over many values is smaller.
 ATTENTION = ("decode, window", "decode, window and selection", "prefill, window", "prefill, window and selection")
+# Values of a live layer reach further past their rms than the drawn ones of an op's cases.
+ATTENTION_WORST = 0.15
 BYTES = ("compressed record bytes", "index key bytes", "index query bytes", "window record bytes")
 
 
@@ -25,7 +27,7 @@ def test_attention(found, kind):
     """At most a bfloat16 step of a value, and 0.3 % in norm."""
     assert found[kind]["calls"] > 0
     assert found[kind]["relative_norm"] < 3e-3
-    assert found[kind]["worst"] < 0.15
+    assert found[kind]["worst"] < ATTENTION_WORST
 
 
 @upstream
@@ -76,5 +78,6 @@ def test_every_kernel_against_its_reference(runs, run):
     }
     for kind, values in seen.items():
         bound = tolerances[kind]
-        assert values["relative_norm"] <= bound.relative_norm and values["worst"] <= bound.worst, (kind, values, bound)
+        worst = max(bound.worst, ATTENTION_WORST) if kind.startswith("sparse_mla") else bound.worst
+        assert values["relative_norm"] <= bound.relative_norm and values["worst"] <= worst, (kind, values, bound)
         assert values["bytes_off"] <= 1e-5 * values["bytes"], (kind, values)
