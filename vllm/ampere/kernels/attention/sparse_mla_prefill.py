@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse latent attention over 584-byte pages, for prefill shapes.
 
-The contract of `sparse_mla_decode`, for many tokens with lists of their own: no split over the keys. It reads the
-pages directly, so upstream's bfloat16 workspace (about 4 GiB at a million tokens) does not exist here.
+The contract of `sparse_mla_decode`, for many tokens with lists of their own: no split over the keys. It needs no
+workspace and no plan of the host's, and decodes a row for every token that selects it: `sparse_mla_rows` is faster.
 """
 
 import torch

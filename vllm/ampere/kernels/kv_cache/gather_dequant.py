@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read rows of the latent cache back as numbers: a request's last rows, or rows by slot.
 
-Prefill reads rows gathered here; decode reads the 584-byte pages directly. E4M3 times a power of two has four significant bits, so bfloat16 holds it exactly.
+Prefill reads rows gathered here; decode reads the 584-byte pages directly. E4M3 times a power of two has four
+significant bits, so bfloat16 holds it exactly.
 """
 
 import torch
