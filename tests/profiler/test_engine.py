@@ -23,7 +23,8 @@ def profile(*words):
 
 
 def covered_ms(trace):
-    """Time in which an operator runs, over all threads, by counting how many are open."""
+    """Time in which an operator runs, over all threads, by counting how many are open. Stamps are microseconds since the
+    machine started, so that sums of thousands differ in their last digits."""
     edges = {}
     for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
         if event.get("cat") == "cpu_op":
@@ -53,7 +54,7 @@ def test_a_prefill_and_decode_steps_of_the_tiny_model(tmp_path):
         expected = {"attention", "indexer", "mHC", "routed experts", "shared expert", "dense", "engram", "sampler"}
         assert expected < total_ms.keys()
         worked_ms = sum(ms for stage, ms in total_ms.items() if stage != "host gap")
-        assert worked_ms == pytest.approx(covered_ms(traces / summary["trace"]), rel=1e-6)
+        assert worked_ms == pytest.approx(covered_ms(traces / summary["trace"]), rel=1e-5)
         assert total_ms["other"] < 0.1 * worked_ms
 
 
