@@ -36,8 +36,7 @@ CARD_FLOPS = 2e10
 RIVAL_RELATIVE_NORM = 2e-2
 SETS = {
     1: ("sparse_mla_decode", "sparse_mla_rows", "sparse_mla_prefill", "merge_attn_states", "gather_dequant",
-        "gather_dequant_slots",
-        "window_insert", "compressor_insert"),
+        "gather_dequant_slots", "window_insert", "compressor_insert"),
     2: ("mhc_pre", "mhc_post", "mhc_collapse", "mhc_post_pre"),
     3: ("combine_topk_swa", "topk_slots", "window_slots", "mqa_logits", "paged_mqa_logits", "candidate_mqa_logits",
         "candidate_blocks", "mask_to_candidates", "select_topk", "query_rope_quant", "key_norm_rope_store"),

@@ -15,7 +15,7 @@ from vllm.ampere.cache_layout import ENGRAM_DIM, ENGRAM_SCALES
 from vllm.ampere.expert_layout import down_inputs
 from vllm.ampere.kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS
 from vllm.ampere.kernels.registry import Case, all_ops
-from vllm.ampere.testing.inputs import ascending_lists, kv_pages, normal
+from vllm.ampere.testing.inputs import ascending_lists, card_view, kv_pages, normal
 
 FLOOR, MMA, ERROR = "floor-fraction", "mma-fraction", "relative-error"
 WINDOW, TOPK = 128, 512
@@ -220,15 +220,6 @@ def _draft_block(requests: int, mode: str) -> Shape:
     return replace(shape, eager=mode == "eager")
 
 
-class _HostView:
-    """Pinned host memory, named to torch as memory that the card reads by the same address."""
-
-    def __init__(self, pinned: torch.Tensor):
-        self.__cuda_array_interface__ = {
-            "shape": tuple(pinned.shape), "typestr": "|u1", "data": (pinned.data_ptr(), False), "version": 3,
-        }  # fmt: skip
-
-
 @functools.lru_cache(maxsize=1)
 def _host_table(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of one table in pinned memory, or ordinary memory where there is no card."""
@@ -251,14 +242,13 @@ def _hashed_rows(sizes, generator, device):
     """Fresh tokens: rows of a host table that nobody has read."""
     table, scales = _host_table(sizes["R"])
     if torch.device(device).type == "cuda":
-        table, scales = (torch.as_tensor(_HostView(held), device=device) for held in (table, scales))
+        table, scales = (card_view(held, device) for held in (table, scales))
     return {
         "table": table,
         "scales": scales,
         "rows": torch.randint(sizes["R"], (sizes["T"], sizes["C"]), generator=generator).to(device),
         "first_row": 0,
         "end_row": sizes["R"],
-        "out": None,
     }
 
 

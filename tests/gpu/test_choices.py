@@ -7,24 +7,16 @@ import torch
 from tests.interpreter.test_choices import *  # noqa: F403
 from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
 from vllm.ampere.kernels.engram.engram_lookup import engram_lookup
+from vllm.ampere.testing.inputs import card_view
 
 pytestmark = pytest.mark.gpu
-
-
-class HostView:
-    """Pinned host memory, named to torch as memory that the card reads by the same address."""
-
-    def __init__(self, pinned: torch.Tensor):
-        self.__cuda_array_interface__ = {
-            "shape": tuple(pinned.shape), "typestr": "|u1", "data": (pinned.data_ptr(), False), "version": 3,
-        }
 
 
 def test_table_in_host_memory():
     given = ENGRAM_LOOKUP.cases[-1].inputs(seed=6)
     want = engram_lookup(**given)
     pinned = {n: given[n].pin_memory() for n in ("table", "scales")}
-    views = {n: torch.as_tensor(HostView(t), device="cuda") for n, t in pinned.items()}
+    views = {n: card_view(t) for n, t in pinned.items()}
     assert all(v.data_ptr() == pinned[n].data_ptr() for n, v in views.items())
     got = engram_lookup(**given | views | {"rows": given["rows"].cuda()})
     torch.cuda.synchronize()

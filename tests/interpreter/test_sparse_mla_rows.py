@@ -12,21 +12,21 @@ from vllm.ampere.testing.parity import produce
 TRITON = OP.implementations[0].function
 
 
-def given(tokens=3, heads=8, rows=90, width=70, seed=3, device="cpu"):
+def given(device, tokens=3, heads=8, rows=90, width=70, seed=3):
     return Case("", {"T": tokens, "H": heads, "N": rows, "L": width}, OP.cases[0].make).inputs(seed, device)
 
 
 @pytest.mark.parametrize("sink", [0.0, 30.0, -torch.inf])
-def test_no_row_gives_zeros(sink):
-    inputs = given()
+def test_no_row_gives_zeros(device, sink):
+    inputs = given(device)
     inputs["sink"].fill_(sink)
     inputs["lens"][:] = torch.tensor([0, 70, -1])
     inputs["indices"][1] = -1
     assert not TRITON(**inputs).any()
 
 
-def test_lengths_past_the_list():
-    inputs = given()
+def test_lengths_past_the_list(device):
+    inputs = given(device)
     inputs["rows"].nan_to_num_()
     inputs["lens"][:] = torch.tensor([1000, 70, 1])
     got = produce(OP, TRITON, inputs)["o"]
@@ -34,11 +34,11 @@ def test_lengths_past_the_list():
     assert torch.equal(got[1:], produce(OP, TRITON, inputs | {"lens": inputs["lens"].clamp_max(70)})["o"][1:])
 
 
-def test_a_nan_reaches_its_own_token_only():
-    inputs = given(tokens=2, width=4)
+def test_a_nan_reaches_its_own_token_only(device):
+    inputs = given(device, tokens=2, width=4)
     inputs["rows"].nan_to_num_()
     inputs["lens"].fill_(4)
-    inputs["indices"] = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], dtype=torch.int32, device=inputs["q"].device)
+    inputs["indices"] = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], dtype=torch.int32, device=device)
     clean = TRITON(**inputs)
     inputs["rows"][2, 7] = torch.nan
     got = TRITON(**inputs)
@@ -46,10 +46,10 @@ def test_a_nan_reaches_its_own_token_only():
 
 
 @pytest.mark.parametrize("heads", [1, 16, 24, 64])
-def test_heads_and_strided_queries(heads):
+def test_heads_and_strided_queries(device, heads):
     """Heads that fill no tile, and queries and results that are slices of wider ones."""
-    inputs = given(heads=heads)
-    wide = torch.full((3, heads + 3, 512), torch.nan, dtype=torch.bfloat16, device=inputs["q"].device)
+    inputs = given(device, heads=heads)
+    wide = torch.full((3, heads + 3, 512), torch.nan, dtype=torch.bfloat16, device=device)
     out = wide.clone()
     wide[:, 2 : heads + 2] = inputs["q"]
     got = TRITON(**(inputs | {"q": wide[:, 2 : heads + 2]}), out=out[:, 1 : heads + 1])

@@ -9,12 +9,11 @@ upstream's own plan. A captured step cannot follow that plan, which is the host'
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from ..cache_layout import HEAD_DIM
 from ..kernels.attention.combine_topk_swa import combine_topk_swa
-from ..kernels.attention.reference import WIDTH_MULTIPLE
+from ..kernels.attention.reference import combined_width
 from ..kernels.attention.sparse_mla_rows import sparse_mla_rows
 from ..kernels.kv_cache.gather_dequant import gather_dequant
-
-_HEAD_DIM = 512
 
 
 def gathers(q: torch.Tensor) -> bool:
@@ -30,9 +29,9 @@ def _selected(layer) -> int:
 def _workspace(layer, requests: int, request_rows: int):
     """bfloat16 [requests, request_rows, 512] of latents, and lists int32 [tokens of a step, width] with their lengths."""
     tokens = layer.max_num_batched_tokens
-    width = -(-(_selected(layer) + layer.window_size) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = combined_width(_selected(layer), layer.window_size)
     return current_workspace_manager().get_simultaneous(
-        ((requests, request_rows, _HEAD_DIM), torch.bfloat16), ((tokens, width), torch.int32), ((tokens,), torch.int32)
+        ((requests, request_rows, HEAD_DIM), torch.bfloat16), ((tokens, width), torch.int32), ((tokens,), torch.int32)
     )
 
 

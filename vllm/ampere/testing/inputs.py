@@ -52,3 +52,15 @@ def kv_pages(generator: torch.Generator, pages: int, page_rows: int, stride_byte
     block[1:, first_scale:size] = scales[1:].flatten(1)
     shape, strides = (pages, page_rows, KV_RECORD.row_bytes), (stride_bytes, KV_RECORD.row_bytes, 1)
     return block.to(device).as_strided(shape, strides)
+
+
+class _HostMemory:
+    def __init__(self, pinned: torch.Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape), "typestr": "|u1", "data": (pinned.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def card_view(pinned: torch.Tensor, device: str | torch.device = "cuda") -> torch.Tensor:
+    """Pinned host memory, dense uint8, as a tensor of the card, which reads it by the same address; `pinned` must live on."""
+    return torch.as_tensor(_HostMemory(pinned), device=device)

@@ -14,7 +14,7 @@ from ..contracts import Arg
 from ..launch import Launch, tl, triton, unavailable
 from ..registry import EXACT, Case, Implementation, Op
 from ..triton_slots import request_of
-from .reference import WIDTH_MULTIPLE, combine_topk_swa_ref
+from .reference import combine_topk_swa_ref, combined_width
 
 _BLOCK_C = 256
 _BLOCK_R = 64
@@ -70,7 +70,7 @@ def _combine_topk_swa_triton(
     topk_rows, query_start, seq_lens, gather_lens, window, ratio, topk, request_rows, compressed_rows, out=None
 ):
     tokens, device = len(topk_rows), topk_rows.device
-    width = triton.cdiv(topk + window, WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = combined_width(topk, window)
     if out is None:
         out = (
             torch.empty(tokens, width, dtype=torch.int32, device=device),

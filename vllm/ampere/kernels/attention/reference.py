@@ -7,7 +7,7 @@ from ..kv_cache.reference import gather_dequant_slots_ref
 from ..rope import rotate_tail
 
 _TOKENS_PER_SLICE = 128
-WIDTH_MULTIPLE = 128
+_WIDTH_MULTIPLE = 128
 
 
 def inverse_rope_ref(o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -131,12 +131,17 @@ def window_slots_ref(
     return _page_slots(block_table, request, begin.unsqueeze(-1) + column, counts, page_rows), lens.int()
 
 
+def combined_width(topk: int, window: int) -> int:
+    """Columns of a list of `topk` selected rows and `window` recent ones, padded as upstream's kernels take it."""
+    return -(-(topk + window) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+
 def combine_topk_swa_ref(
     topk_rows, query_start, seq_lens, gather_lens, window, ratio, topk, request_rows, compressed_rows, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `combine_topk_swa`."""
     tokens, device = len(topk_rows), topk_rows.device
-    width = -(-(topk + window) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = combined_width(topk, window)
     starts = query_start.long() - query_start[0]
     token = torch.arange(tokens, device=device)
     request = torch.bucketize(token, starts[1:], right=True)
