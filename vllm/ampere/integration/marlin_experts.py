@@ -92,8 +92,8 @@ class AmpereMarlinExperts(MarlinExperts):
     """Two Marlin products with our activation between them: w1 has pairs of gate and up, w2 padded inputs.
 
     With `VLLM_AMPERE_KERNELS=mxfp4_experts_decode=triton`, `mxfp4_experts_decode` serves up to 16 tokens in their place
-    and from the same memory. It is the faster one for a single token (docs/en/kernels/experts.md); no engine has run with it on a card, so
-    Marlin is the default.
+    and from the same memory. It is the faster one for a single token (docs/en/kernels/experts.md); no engine has run
+    with it on a card, so Marlin is the default.
     """
 
     def process_weights_after_loading(self, layer) -> None:
