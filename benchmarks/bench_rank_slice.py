@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,9 @@ OPTIONS = {
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
 }
+
+# vLLM's line of each worker: weights, with the draft's.
+LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
 
 
 def write_config(folder: Path) -> None:
@@ -152,6 +156,35 @@ def label(context: int) -> str:
     return str(context) if context < 1_024 else f"{context // 1_024}k"
 
 
+def figures_of(found: dict[str, dict], modes: list[str], dspark: bool) -> list[dict]:
+    """Figures of every mode, and its times over the first mode's: `vs-stock` where that is upstream's own path."""
+    first, figures = modes[0], []
+    versus = "vs-stock" if first == "native" else f"vs-{first}"
+
+    def note(name: str, value: float, unit: str) -> None:
+        figures.append({"id": f"rank_slice_tp8/{name}", "value": value, "unit": unit})
+
+    for mode in modes:
+        gib = found[mode]["weights_gib"]
+        note(f"load/{mode}-weights-gib", gib, "GiB")
+        if dspark and mode != "native":
+            note("load/weights-gib", gib, "GiB")
+        for requests, context in DSPARK_POINTS if dspark else POINTS:
+            seen, other = (found[each][f"bs{requests}-ctx{context}"] for each in (mode, first))
+            step_s, other_s = (statistics.median(each["steps_s"]) for each in (seen, other))
+            step = f"{'dspark' if dspark else 'decode'}-bs{requests}-ctx{label(context)}"
+            note(f"{step}/{mode}-step", round(step_s * 1e3, 3), "ms")
+            if mode != first:
+                note(f"{step}/{versus}", round(step_s / other_s, 3), "x the time")
+            if dspark:
+                continue
+            prefill = f"prefill-{'' if requests == 1 else f'bs{requests}-'}{label(context)}"
+            note(f"{prefill}/{mode}-rate", round(requests * context / seen["prefill_s"]), "tokens/s")
+            if mode != first:
+                note(f"{prefill}/{versus}", round(seen["prefill_s"] / other["prefill_s"], 3), "x the time")
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="receipt to write")
@@ -171,25 +204,7 @@ def main() -> None:
         modes = {mode + suffix: {} if mode == "native" else {"VLLM_AMPERE_ASSUME": mode} for mode in arguments.modes}
         found = run_engines(Path(folder), __file__, modes)
     found = {name.removesuffix(suffix): seen for name, seen in found.items()}
-    first, step = arguments.modes[0], "dspark" if arguments.dspark else "decode"
-    figures = []
-    for mode in arguments.modes:
-        for requests, context in DSPARK_POINTS if arguments.dspark else POINTS:
-            seen = found[mode][f"bs{requests}-ctx{context}"]
-            name = f"rank_slice_tp8/{step}-bs{requests}-ctx{label(context)}"
-            step_s = statistics.median(seen["steps_s"])
-            figures.append({"id": f"{name}/{mode}-step", "value": round(step_s * 1e3, 3), "unit": "ms"})
-            rate = requests * context / seen["prefill_s"]
-            if not arguments.dspark:
-                figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-rate", "value": round(rate), "unit": "tokens/s"})
-            if mode != first:
-                other = found[first][f"bs{requests}-ctx{context}"]
-                ratio = step_s / statistics.median(other["steps_s"])
-                figures.append({"id": f"{name}/{mode}-over-{first}", "value": round(ratio, 3), "unit": "x the time"})
-                if arguments.dspark:
-                    continue
-                ratio = seen["prefill_s"] / other["prefill_s"]
-                figures.append({"id": f"rank_slice_tp8/prefill-bs{requests}-{label(context)}/{mode}-over-{first}", "value": round(ratio, 3), "unit": "x the time"})
+    figures = figures_of(found, arguments.modes, arguments.dspark)
     receipt.write(arguments.output, "rank-slice", "sm_80 code on H200 where the mode is sm80; upstream's own kernels where it is native",
                   "tests/gpu/engine of the same commit; the weights here are random", figures, found)
     for figure in figures:
@@ -223,6 +238,7 @@ def run_engines(folder: Path, script: str, engines: dict[str, dict]) -> dict[str
         if not results:
             sys.exit(f"error: the {name} engine ended with {process.returncode}:\n" + "\n".join(lines[-60:]))
         found[name] = json.loads(results[0].removeprefix("RESULT "))
+        found[name]["weights_gib"] = sum(float(each) for line in lines for each in LOADED.findall(line))
     return found
 
 

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank slice's figures, from made-up times: which id holds which ratio."""
+
+from benchmarks import bench_rank_slice
+from benchmarks.bench_rank_slice import LOADED, POINTS, figures_of
+
+
+def measured(step_s: float, prefill_s: float, points) -> dict:
+    point = {"steps_s": [step_s, 9.0, step_s], "prefill_s": prefill_s, "token_s": step_s}
+    return {"weights_gib": 37.5} | {f"bs{requests}-ctx{context}": point for requests, context in points}
+
+
+def values(figures) -> dict[str, float]:
+    assert len({figure["id"] for figure in figures}) == len(figures)
+    return {figure["id"].removeprefix("rank_slice_tp8/"): figure["value"] for figure in figures}
+
+
+def test_ratios_are_ours_over_stock():
+    found = {"native": measured(0.004, 2.0, POINTS), "sm80": measured(0.005, 3.0, POINTS)}
+    seen = values(figures_of(found, ["native", "sm80"], dspark=False))
+    for point in ("decode-bs1-ctx256", "decode-bs8-ctx256", "decode-bs32-ctx256", "decode-bs1-ctx64k"):
+        assert seen[f"{point}/vs-stock"] == 1.25 and seen[f"{point}/sm80-step"] == 5.0
+    assert seen["prefill-16k/vs-stock"] == seen["prefill-64k/vs-stock"] == seen["prefill-bs8-16k/vs-stock"] == 1.5
+    assert seen["prefill-64k/native-rate"] == 32_768
+    assert "load/weights-gib" not in seen and seen["load/native-weights-gib"] == 37.5
+
+
+def test_without_upstreams_path_nothing_is_called_stock():
+    found = {"sm80": measured(0.004, 2.0, POINTS), "sm86": measured(0.004, 2.0, POINTS)}
+    seen = values(figures_of(found, ["sm80", "sm86"], dspark=False))
+    assert seen["decode-bs1-ctx256/vs-sm80"] == 1.0 and not any("vs-stock" in name for name in seen)
+
+
+def test_drafts():
+    points = bench_rank_slice.DSPARK_POINTS
+    found = {"native": measured(0.01, 1.0, points), "sm80": measured(0.009, 1.0, points)}
+    seen = values(figures_of(found, ["native", "sm80"], dspark=True))
+    assert seen["dspark-bs1-ctx256/vs-stock"] == 0.9 and seen["load/weights-gib"] == 37.5
+
+
+def test_vllms_line_of_the_weights():
+    line = "(Worker) INFO 11-30 09:28:42 [model_runner.py:428] Model loading took 36.75 GiB memory and 4.621755 seconds"
+    assert LOADED.findall(line) == ["36.75"]
