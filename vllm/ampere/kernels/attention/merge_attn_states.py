@@ -15,7 +15,8 @@ from ..registry import Case, Implementation, Op, Tolerance
 from .reference import merge_attn_states_ref
 
 _LOWEST = tl.constexpr(-1e30)
-_BLOCK_S = 8
+# Splits of one pass: most calls take one, and 32 rows are what the registers of four warps hold.
+_MAX_BLOCK_S = 32
 
 
 @triton.jit(do_not_specialize=["stride_lse_split", "splits"])
@@ -46,22 +47,28 @@ def _merge_attn_states_kernel(
     acc = tl.zeros([512], tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
+        exists = split < splits
+        # Not masked by what counts, which would have to be read first.
+        part_row = partial_ptr + (split * stride_partial_split)[:, None] + offs_d[None, :]
+        part = tl.load(part_row, mask=exists[:, None], other=0.0)
         lse_row = lse_ptr + split * stride_lse_split + token * stride_lse_tok + head
-        lse = tl.load(lse_row, mask=split < splits, other=-float("inf"))
+        lse = tl.load(lse_row, mask=exists, other=-float("inf"))
         counts = lse != -float("inf")
         lse = tl.where(counts, lse, _LOWEST)
         higher = tl.maximum(peak, tl.max(lse, 0))
         weight = tl.where(counts, tl.exp(lse - higher), 0.0)
-        part_row = partial_ptr + (split * stride_partial_split)[:, None] + offs_d[None, :]
-        part = tl.load(part_row, mask=counts[:, None], other=0.0)
         shrink = tl.exp(peak - higher)
         total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        acc = acc * shrink + tl.sum(tl.where(counts[:, None], part * weight[:, None], 0.0), 0)
         peak = higher
     # Nothing at all: no split counts and there is no sink.
     merged = acc / tl.where(total == 0.0, 1.0, total)
     out_row = out_ptr + token * stride_out_tok + head * stride_out_head
     tl.store(out_row + offs_d, merged.to(tl.bfloat16))
+
+
+def _block_s(splits: int) -> int:
+    return min(_MAX_BLOCK_S, triton.next_power_of_2(max(2, splits)))
 
 
 def _merge_attn_states_triton(partial, lse, sink, out=None):
@@ -79,7 +86,7 @@ def _merge_attn_states_triton(partial, lse, sink, out=None):
             *out.stride()[:2],
             splits,
             HEADS=heads,
-            BLOCK_S=_BLOCK_S,
+            BLOCK_S=_block_s(splits),
         )
     return out
 
@@ -98,9 +105,10 @@ COMPILES = tuple(
             "stride_lse_tok": "i32",
             "splits": "i32",
         },
-        {"HEADS": heads, "BLOCK_S": _BLOCK_S},
+        {"HEADS": heads, "BLOCK_S": block_s},
     )
     for heads in (8, 64)
+    for block_s in (2, _MAX_BLOCK_S)
 )
 
 

@@ -7,26 +7,47 @@ lengths call for, so short lists cost short loops. A tile's rows are decoded onc
 both products. With one split the program counts the sink and writes the result; otherwise it writes its normalised
 part and the logarithm of its denominator for `merge_attn_states`.
 
-The 512 dimensions are 256 + 128 + 64 and the 64 rotary ones, powers of two all, so no column needs a mask. The matrix
-unit takes 16 rows at least: 8 heads are padded with masked ones.
+Keys are the rows of both products and heads the columns: the matrix unit takes eight columns, so a rank's 8 heads are
+not padded. The 512 dimensions are 256 + 128 + 64 and the 64 rotary ones, powers of two all, so none needs a mask. The
+first three stay 1/256 of their numbers, which is how a code decodes without a factor of its own.
 """
 
 import torch
 
 from ... import arch
-from ..kv_cache.triton_record import load_nope, load_rope, record_pointers
+from ..kv_cache.triton_record import decode_256th, load_codes, load_rope, record_pointers
 from ..launch import Launch, tl, triton
 from .merge_attn_states import _merge_attn_states_triton
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
-_BLOCK_N = 32
 _NUM_WARPS = 4
-_NUM_STAGES = 2
 
 _RUN_TIME = ["stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits"]
 _LISTS = ["window_slots_ptr", "window_lens_ptr", "compressed_slots_ptr", "compressed_lens_ptr"]
+
+
+@triton.jit
+def _load_tile(
+    tile, last, window_tiles, window_ptr, window_slots_ptr, window_len, stride_window_page, window_rows,
+    compressed_ptr, compressed_slots_ptr, compressed_len, stride_compressed_page, compressed_rows, BLOCK_N: tl.constexpr,
+):
+    """Which entries of a tile of the two lists count, none from tile `last` on, and the bytes of their records."""
+    in_window = tile < window_tiles
+    offs = (tile - tl.where(in_window, 0, window_tiles)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    length = tl.where(tile < last, tl.where(in_window, window_len, compressed_len), 0)
+    slots_ptr = tl.where(in_window, window_slots_ptr, compressed_slots_ptr)
+    slots = tl.load(slots_ptr + offs, mask=offs < length, other=-1)
+    counts = slots >= 0
+    cache_ptr = tl.where(in_window, window_ptr, compressed_ptr)
+    stride_page = tl.where(in_window, stride_window_page, stride_compressed_page)
+    page_rows = tl.where(in_window, window_rows, compressed_rows)
+    data_ptr, scale_ptr = record_pointers(cache_ptr, tl.maximum(slots, 0), stride_page, page_rows)
+    codes_a, scales_a = load_codes(data_ptr, scale_ptr, counts, 0, 256)
+    codes_b, scales_b = load_codes(data_ptr, scale_ptr, counts, 256, 128)
+    codes_c, scales_c = load_codes(data_ptr, scale_ptr, counts, 384, 64)
+    return counts, codes_a, scales_a, codes_b, scales_b, codes_c, scales_c, load_rope(data_ptr, counts)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_LISTS)
@@ -58,7 +79,6 @@ def _sparse_mla_decode_kernel(
     tokens,
     splits,
     HEADS: tl.constexpr,
-    COMPRESSED: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -68,72 +88,73 @@ def _sparse_mla_decode_kernel(
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     offs_h = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
-    is_head = (offs_h < HEADS)[:, None]
+    is_head = (offs_h < HEADS)[None, :]
 
     window_len = tl.minimum(tl.load(window_lens_ptr + token), window_width)
     window_tiles = (tl.maximum(window_len, 0) + BLOCK_N - 1) // BLOCK_N
-    tiles = window_tiles
-    if COMPRESSED:
-        compressed_len = tl.minimum(tl.load(compressed_lens_ptr + token), compressed_width)
-        tiles += (tl.maximum(compressed_len, 0) + BLOCK_N - 1) // BLOCK_N
+    compressed_len = tl.minimum(tl.load(compressed_lens_ptr + token), compressed_width)
+    tiles = window_tiles + (tl.maximum(compressed_len, 0) + BLOCK_N - 1) // BLOCK_N
     share = (tiles + splits - 1) // splits
     first = split * share
     last = tl.minimum(first + share, tiles)
 
-    offs_256, offs_128, offs_64 = tl.arange(0, 256)[None, :], tl.arange(0, 128)[None, :], tl.arange(0, 64)[None, :]
-    q_row = q_ptr + token * stride_q_tok + offs_h.to(tl.int64)[:, None] * stride_q_head
+    offs_256, offs_128, offs_64 = tl.arange(0, 256)[:, None], tl.arange(0, 128)[:, None], tl.arange(0, 64)[:, None]
+    q_row = q_ptr + token * stride_q_tok + offs_h.to(tl.int64)[None, :] * stride_q_head
     q_a = tl.load(q_row + offs_256, mask=is_head, other=0.0)
     q_b = tl.load(q_row + 256 + offs_128, mask=is_head, other=0.0)
     q_c = tl.load(q_row + 384 + offs_64, mask=is_head, other=0.0)
     q_rope = tl.load(q_row + 448 + offs_64, mask=is_head, other=0.0)
-    acc_a = tl.zeros([BLOCK_H, 256], tl.float32)
-    acc_b = tl.zeros([BLOCK_H, 128], tl.float32)
-    acc_c = tl.zeros([BLOCK_H, 64], tl.float32)
-    acc_rope = tl.zeros([BLOCK_H, 64], tl.float32)
+    q_rope = (q_rope.to(tl.float32) / 256).to(tl.bfloat16)
+    acc_a = tl.zeros([256, BLOCK_H], tl.float32)
+    acc_b = tl.zeros([128, BLOCK_H], tl.float32)
+    acc_c = tl.zeros([64, BLOCK_H], tl.float32)
+    acc_rope = tl.zeros([64, BLOCK_H], tl.float32)
     peak = tl.full([BLOCK_H], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    log2_scale = scale * _LOG2_E
+    log2_scale = scale * 256 * _LOG2_E
 
+    window_slots_ptr += token * stride_window_tok
+    compressed_slots_ptr += token * stride_compressed_tok
+    counts, codes_a, scales_a, codes_b, scales_b, codes_c, scales_c, k_rope = _load_tile(
+        first, last, window_tiles, window_ptr, window_slots_ptr, window_len, stride_window_page, window_rows,
+        compressed_ptr, compressed_slots_ptr, compressed_len, stride_compressed_page, compressed_rows, BLOCK_N,
+    )
     for tile in range(first, last):
-        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        cache_ptr, slots_ptr, length = window_ptr, window_slots_ptr + token * stride_window_tok, window_len
-        stride_page, page_rows = stride_window_page, window_rows
-        if COMPRESSED:
-            in_window = tile < window_tiles
-            column -= tl.where(in_window, 0, window_tiles * BLOCK_N)
-            cache_ptr = tl.where(in_window, cache_ptr, compressed_ptr)
-            slots_ptr = tl.where(in_window, slots_ptr, compressed_slots_ptr + token * stride_compressed_tok)
-            length = tl.where(in_window, length, compressed_len)
-            stride_page = tl.where(in_window, stride_page, stride_compressed_page)
-            page_rows = tl.where(in_window, page_rows, compressed_rows)
-        slots = tl.load(slots_ptr + column, mask=column < length, other=-1)
-        counts = slots >= 0
-        data_ptr, scale_ptr = record_pointers(cache_ptr, tl.maximum(slots, 0), stride_page, page_rows)
-        k_a = load_nope(data_ptr, scale_ptr, counts, 0, 256, BLOCK_N).to(tl.bfloat16)
-        k_b = load_nope(data_ptr, scale_ptr, counts, 256, 128, BLOCK_N).to(tl.bfloat16)
-        k_c = load_nope(data_ptr, scale_ptr, counts, 384, 64, BLOCK_N).to(tl.bfloat16)
-        k_rope = load_rope(data_ptr, counts)
+        # The next tile is on its way while this one is multiplied. That a tile comes from the turn before also keeps
+        # Triton from decoding it once for each product, in a layout that it derives from the width of the codes.
+        next_counts, next_codes_a, next_scales_a, next_codes_b, next_scales_b, next_codes_c, next_scales_c, next_rope = (
+            _load_tile(
+                tile + 1, last, window_tiles, window_ptr, window_slots_ptr, window_len, stride_window_page, window_rows,
+                compressed_ptr, compressed_slots_ptr, compressed_len, stride_compressed_page, compressed_rows, BLOCK_N,
+            )
+        )
+        k_a = decode_256th(codes_a, scales_a, BLOCK_N, 256).to(tl.bfloat16)
+        k_b = decode_256th(codes_b, scales_b, BLOCK_N, 128).to(tl.bfloat16)
+        k_c = decode_256th(codes_c, scales_c, BLOCK_N, 64).to(tl.bfloat16)
 
-        logits = tl.dot(q_a, tl.trans(k_a))
-        logits = tl.dot(q_b, tl.trans(k_b), logits)
-        logits = tl.dot(q_c, tl.trans(k_c), logits)
-        logits = tl.dot(q_rope, tl.trans(k_rope), logits)
-        logits = tl.where(counts[None, :], logits * log2_scale, _LOWEST)
-        higher = tl.maximum(peak, tl.max(logits, 1))
+        logits = tl.dot(k_a, q_a)
+        logits = tl.dot(k_b, q_b, logits)
+        logits = tl.dot(k_c, q_c, logits)
+        logits = tl.dot(k_rope, q_rope, logits)
+        logits = tl.where(counts[:, None], logits * log2_scale, _LOWEST)
+        higher = tl.maximum(peak, tl.max(logits, 0))
         # A tile of holes only would otherwise weigh e^0 each.
-        weights = tl.where(counts[None, :], tl.exp2(logits - higher[:, None]), 0.0)
+        weights = tl.where(counts[:, None], tl.exp2(logits - higher[None, :]), 0.0)
         shrink = tl.exp2(peak - higher)
-        total = total * shrink + tl.sum(weights, 1)
+        total = total * shrink + tl.sum(weights, 0)
         peak = higher
         weights = weights.to(tl.bfloat16)
-        acc_a = tl.dot(weights, k_a, acc_a * shrink[:, None])
-        acc_b = tl.dot(weights, k_b, acc_b * shrink[:, None])
-        acc_c = tl.dot(weights, k_c, acc_c * shrink[:, None])
-        acc_rope = tl.dot(weights, k_rope, acc_rope * shrink[:, None])
+        acc_a = tl.dot(tl.trans(k_a), weights, acc_a * shrink[None, :])
+        acc_b = tl.dot(tl.trans(k_b), weights, acc_b * shrink[None, :])
+        acc_c = tl.dot(tl.trans(k_c), weights, acc_c * shrink[None, :])
+        acc_rope = tl.dot(tl.trans(k_rope), weights, acc_rope * shrink[None, :])
+        counts, k_rope = next_counts, next_rope
+        codes_a, codes_b, codes_c = next_codes_a, next_codes_b, next_codes_c
+        scales_a, scales_b, scales_c = next_scales_a, next_scales_b, next_scales_c
 
     # Compared with zero, not by order: a NaN among the keys has to reach the result.
     empty = total == 0.0
-    out_row = out_ptr + token * stride_out_tok + offs_h.to(tl.int64)[:, None] * stride_out_head
+    out_row = out_ptr + token * stride_out_tok + offs_h.to(tl.int64)[None, :] * stride_out_head
     if SPLIT:
         factor = 1.0 / tl.where(empty, 1.0, total)
         out_row += split.to(tl.int64) * stride_out_split
@@ -145,15 +166,21 @@ def _sparse_mla_decode_kernel(
         shrink = tl.exp2(peak - top)
         factor = shrink / tl.where(empty, 1.0, total * shrink + tl.exp2(sink - top))
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_row + offs_256, (acc_a * factor[:, None]).to(dtype), mask=is_head)
-    tl.store(out_row + 256 + offs_128, (acc_b * factor[:, None]).to(dtype), mask=is_head)
-    tl.store(out_row + 384 + offs_64, (acc_c * factor[:, None]).to(dtype), mask=is_head)
-    tl.store(out_row + 448 + offs_64, (acc_rope * factor[:, None]).to(dtype), mask=is_head)
+    factor_nope = factor * 256
+    tl.store(out_row + offs_256, (acc_a * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + 256 + offs_128, (acc_b * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + 384 + offs_64, (acc_c * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + 448 + offs_64, (acc_rope * factor[None, :]).to(dtype), mask=is_head)
 
 
 def _block_h(heads: int) -> int:
-    """Heads of one program."""
-    return 16 if heads <= 16 else 32
+    """Heads of one program: 8, 16 or 32."""
+    return min(32, max(8, triton.next_power_of_2(heads)))
+
+
+def _block_n(heads: int) -> int:
+    """Rows of a tile: as many as 48 KiB of shared memory hold in bfloat16 beside the queries, without spilling."""
+    return 32 if heads <= 8 else 16
 
 
 def _programs_per_multiprocessor(heads: int) -> int:
@@ -169,7 +196,8 @@ def split_count(tokens: int, heads: int, keys: int, multiprocessors: int) -> int
         multiprocessors: of the architecture.
     """
     programs = tokens * -(-heads // _block_h(heads))
-    return max(1, min(-(-keys // _BLOCK_N), _programs_per_multiprocessor(heads) * multiprocessors // programs))
+    most = _programs_per_multiprocessor(heads) * multiprocessors // programs
+    return max(1, min(-(-keys // _block_n(heads)), most))
 
 
 def attend(
@@ -191,9 +219,11 @@ def attend(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.numel():
         return out
-    compressed = compressed_cache is not None
-    if not compressed:
+    compressed_width = 0
+    if compressed_cache is None:
         compressed_cache, compressed_slots, compressed_lens = window_cache, window_slots, window_lens
+    else:
+        compressed_width = compressed_slots.shape[1]
     part, lse = out.unsqueeze(0), sink
     if splits > 1:
         part = torch.empty(splits, tokens, heads, dim, dtype=torch.float32, device=q.device)
@@ -221,16 +251,14 @@ def attend(
         window_cache.shape[1],
         compressed_cache.shape[1],
         window_slots.shape[1],
-        compressed_slots.shape[1],
+        compressed_width,
         tokens,
         splits,
         HEADS=heads,
-        COMPRESSED=compressed,
         SPLIT=splits > 1,
         BLOCK_H=block_h,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=_block_n(heads),
         num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
     )
     return _merge_attn_states_triton(part, lse, sink, out) if splits > 1 else out
 
@@ -264,7 +292,6 @@ _STRIDES = (
     *("q_tok", "q_head", "window_page", "compressed_page"),
     *("out_split", "out_tok", "out_head"),
 )
-# 16 and 32 heads differ from these by their masks only.
 COMPILES = tuple(
     Launch(
         _sparse_mla_decode_kernel,
@@ -276,13 +303,9 @@ COMPILES = tuple(
             "compressed_rows": "i32:16",
             **dict.fromkeys(_RUN_TIME, "i32"),
         },
-        {"HEADS": heads, "COMPRESSED": compressed, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _BLOCK_N},
+        {"HEADS": heads, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _block_n(heads)},
         num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
-        # Four warps spill and eight do not, and yet take 1.4 to 1.6 times as long at 8 and 32 tokens.
-        spill_bytes=280 if heads <= 16 else 650,
     )
-    for heads in (8, 64)
-    for compressed in (False, True)
+    for heads in (8, 16, 32, 64)
     for split in (False, True)
 )

@@ -31,9 +31,10 @@ def _key_norm_rope_store_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots_ptr + row, row < rows, other=-1)
     position = tl.load(positions_ptr + row, row < rows, other=0)
-    kept = (slot >= 0) & ((position + 1) % RATIO == 0)
     d = tl.arange(0, 128)[None, :]
-    k = tl.load(k_ptr + row[:, None] * stride_k_tok + d, kept[:, None], other=0.0).to(tl.float32)
+    # Read beside the slots, not after them: rows that are not kept as well.
+    k = tl.load(k_ptr + row[:, None] * stride_k_tok + d, (row < rows)[:, None], other=0.0).to(tl.float32)
+    kept = (slot >= 0) & ((position + 1) % RATIO == 0)
     inverse_rms = tl.rsqrt(tl.sum(k * k, 1) / 128 + eps)
     normed = k * inverse_rms[:, None] * tl.load(norm_weight_ptr + d).to(tl.float32)
     normed = normed.to(tl.bfloat16).to(tl.float32)

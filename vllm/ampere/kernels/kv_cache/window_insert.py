@@ -38,19 +38,19 @@ def _window_insert_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     position = tl.load(positions_ptr + token)
+    # Seven groups, and the rotary dimensions in the eighth place, masked. Read beside the slot, not after it, stored or not.
+    row_ptr = latent_ptr + token * stride_latent_tok
+    offs_group, offs_d = tl.arange(0, 8), tl.arange(0, 64)
+    is_nope = (offs_group < 7)[:, None]
+    offs = offs_group[:, None] * 64 + offs_d[None, :]
+    x = tl.load(row_ptr + offs, mask=is_nope, other=0.0).to(tl.float32)
+    even, odd = load_pairs(row_ptr + 448 + offs_d[None, :], offs_d[None, :] < 64, 1)
     if (slot >= 0) & ((position + 1) % ratio == 0):
         data_ptr, scale_ptr = record_pointers(cache_ptr, slot, stride_page, page_rows)
-        row_ptr = latent_ptr + token * stride_latent_tok
-        # Seven groups, and the rotary dimensions in the eighth place, masked.
-        offs_group, offs_d = tl.arange(0, 8), tl.arange(0, 64)
-        is_nope = (offs_group < 7)[:, None]
-        offs = offs_group[:, None] * 64 + offs_d[None, :]
-        x = tl.load(row_ptr + offs, mask=is_nope, other=0.0).to(tl.float32)
+        cos, sin = load_turn(cos_sin_ptr + position // ratio * ratio * stride_cos_sin)
         byte = power_of_two_byte(tl.max(magnitude_bits(x), 1))
         tl.store(data_ptr + offs, float_to_e4m3(x * inverse_scale(byte)[:, None]), mask=is_nope)
         tl.store(scale_ptr + offs_group, tl.where(offs_group < 7, byte, 0).to(tl.uint8))
-        even, odd = load_pairs(row_ptr + 448 + offs_d[None, :], offs_d[None, :] < 64, 1)
-        cos, sin = load_turn(cos_sin_ptr + position // ratio * ratio * stride_cos_sin)
         rope_ptr = (data_ptr + 448).to(tl.pointer_type(tl.bfloat16))
         tl.store(rope_ptr + offs_d[None, :], rotate_pairs(even, odd, cos[None, :], sin[None, :]).to(tl.bfloat16))
 
