@@ -26,6 +26,25 @@ def e4m3_to_half(code):
 
 
 @triton.jit
+def _halves_of_bytes_0_and_2(word):
+    """int32 words of four E4M3 codes -> int32 words of two float16, as `e4m3_to_half` makes them."""
+    magnitude = word & 0x7F007F
+    return ((magnitude | ((magnitude + 0x10001) & 0x800080)) << 7) | ((word << 8) & -0x7FFF8000)
+
+
+@triton.jit
+def e4m3_words_to_half(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """int32 [ROWS, WIDTH / 4], four E4M3 codes a word -> float16 [ROWS, WIDTH] as of `e4m3_to_half`.
+
+    Two codes an operation, in halves of a register: a third of the instructions that bytes take.
+    """
+    even, odd = _halves_of_bytes_0_and_2(words), _halves_of_bytes_0_and_2(words >> 8)
+    firsts = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))
+    seconds = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))
+    return tl.reshape(tl.join(firsts, seconds), (ROWS, WIDTH)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def e4m3_to_float(code):
     """uint8 E4M3 codes -> float32, exact; NaN for 0x7f and 0xff."""
     return e4m3_to_half(code).to(tl.float32) * 256.0
