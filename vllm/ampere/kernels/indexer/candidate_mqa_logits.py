@@ -56,7 +56,7 @@ def _candidate_mqa_logits_kernel(
         seen = named & (key < visible)
         page = tl.load(table_ptr + key // P, seen, other=0)
         keys, scale = load_paged_keys(
-            cache_ptr, stride_cache_page, page, key % P, seen, tl.min(seen.to(tl.int32)) > 0, P, KEYS, ALIGNED
+            cache_ptr, stride_cache_page, page, key % P, seen, P, KEYS, ALIGNED
         )
         score = tl.reshape(score_tile(q, weights, keys, scale, KEYS, HEADS, 1), (KEYS,))
         tl.store(out_ptr + column, tl.where(seen, score, float("-inf")), column < width)

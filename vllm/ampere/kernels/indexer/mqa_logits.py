@@ -53,7 +53,7 @@ def _mqa_logits_kernel(
             seen = column < columns
             key = first.to(tl.int64) + column
             scale = tl.load(scales_ptr + key, seen, other=0.0)
-            keys = load_keys(keys_ptr + key * stride_key, seen, base + KEYS <= columns, KEYS, ALIGNED)
+            keys = load_keys(keys_ptr + key * stride_key, seen, KEYS, ALIGNED)
             score = score_tile(q, weights, keys, scale, KEYS, HEADS, TOKENS)
             tl.store(out_ptr[None, :] + column[:, None], score, column[:, None] < sees[None, :])
     count = tl.where(token < tokens, count, width)

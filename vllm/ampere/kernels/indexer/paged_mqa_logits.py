@@ -65,7 +65,7 @@ def _paged_mqa_logits_kernel(
             else:
                 page = tl.load(pages_ptr + key // P, seen, other=0)
             keys, scale = load_paged_keys(
-                cache_ptr, stride_cache_page, page, key % P, seen, base + KEYS <= columns, P, KEYS, ALIGNED
+                cache_ptr, stride_cache_page, page, key % P, seen, P, KEYS, ALIGNED
             )
             score = score_tile(q, weights, keys, scale, KEYS, HEADS, TOKENS)
             tl.store(out_ptr[None, :] + key[:, None], score, key[:, None] < sees[None, :])

@@ -41,17 +41,18 @@ def _columns(TOKENS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _decode(words, seen, all_seen, ROWS: tl.constexpr):
-    """Float16 [ROWS, 128] of 2^-8 times the codes of int32 words [ROWS, 32]; zero if not `seen`, which is [ROWS].
+def _decode(words, ROWS: tl.constexpr):
+    """Float16 [ROWS, 128] of 2^-8 times the codes of int32 words [ROWS, 32].
 
-    A branch, since Triton lays a dot's operands out for the narrowest load that it can trace them to, and moves their
-    decoding into that layout, where each warp repeats it. Through a branch it does neither.
+    The result of a branch, whose sides are one and whose condition always holds: Triton looks back from a dot for the
+    narrowest load, lays the operand out for that (bank conflicts), and moves what it passes into that layout, where each
+    warp decodes the whole tile again. It does not look back through a branch.
     """
-    if all_seen:
-        codes = e4m3_words_to_half(words, ROWS, 128)
+    if tl.num_programs(0) > 0:
+        numbers = e4m3_words_to_half(words, ROWS, 128)
     else:
-        codes = e4m3_words_to_half(tl.where(seen[:, None], words, 0), ROWS, 128)
-    return codes
+        numbers = e4m3_words_to_half(words, ROWS, 128)
+    return numbers
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def load_queries(q_ptr, row, tokens, N: tl.constexpr, HEADS: tl.constexpr, TOKEN
     token, head = _columns(TOKENS, HEADS)
     seen = (row + token < tokens) & (head < N)
     words = _load_words(q_ptr + ((row + token) * N + head) * 128, seen, ALIGNED)
-    return tl.trans(_decode(words, seen, row + TOKENS <= tokens, TOKENS * HEADS))
+    return tl.trans(_decode(words, TOKENS * HEADS))
 
 
 @triton.jit
@@ -71,14 +72,14 @@ def load_weights(weights_ptr, stride_row, row, tokens, N: tl.constexpr, HEADS: t
 
 
 @triton.jit
-def load_keys(key_ptr, seen, all_seen, KEYS: tl.constexpr, ALIGNED: tl.constexpr):
+def load_keys(key_ptr, seen, KEYS: tl.constexpr, ALIGNED: tl.constexpr):
     """Float16 [KEYS, 128] of 2^-8 times the codes at uint8 pointers [KEYS]; zero if not `seen`."""
-    return _decode(_load_words(key_ptr, seen, ALIGNED), seen, all_seen, KEYS)
+    return _decode(_load_words(key_ptr, seen, ALIGNED), KEYS)
 
 
 @triton.jit
 def load_paged_keys(
-    cache_ptr, stride_cache_page, page, row, seen, all_seen, P: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr
+    cache_ptr, stride_cache_page, page, row, seen, P: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """`load_keys` and scales float32 [KEYS] of rows [KEYS] of `page`, one or [KEYS] of them; zeros if not `seen`."""
     page_ptr = cache_ptr + page.to(tl.int64) * stride_cache_page
@@ -89,7 +90,7 @@ def load_paged_keys(
         byte = tl.arange(0, 4)[None, :]
         bits = tl.load(scale_ptr[:, None] + byte, seen[:, None], other=0).to(tl.int32) << (8 * byte)
         scale = tl.sum(bits, 1).to(tl.float32, bitcast=True)
-    return load_keys(page_ptr + row * 128, seen, all_seen, KEYS, ALIGNED), scale
+    return load_keys(page_ptr + row * 128, seen, KEYS, ALIGNED), scale
 
 
 @triton.jit
