@@ -44,8 +44,8 @@ def _candidate_mqa_logits_kernel(
     blocks = tl.cdiv(visible, SIZE)
     end = tl.minimum(blocks, listed) * SIZE
     table_ptr += tl.load(request_ptr + row).to(tl.int64) * stride_table_row
-    q = load_queries(q_ptr, row, tl.num_programs(0), N, HEADS, 1, ALIGNED)
-    weights = load_weights(weights_ptr, stride_weights_row, row, tl.num_programs(0), N, HEADS, 1)
+    q = load_queries(q_ptr, row, True, N, HEADS, ALIGNED)
+    weights = load_weights(weights_ptr + row * stride_weights_row, True, N, HEADS)
     candidates_ptr += row * stride_candidates_row
     out_ptr += row * stride_out_row
     for base in range(start, end, step):
@@ -58,7 +58,7 @@ def _candidate_mqa_logits_kernel(
         keys, scale = load_paged_keys(
             cache_ptr, stride_cache_page, page, key % P, seen, P, KEYS, ALIGNED
         )
-        score = tl.reshape(score_tile(q, weights, keys, scale, KEYS, HEADS, 1), (KEYS,))
+        score = score_tile(q, weights, keys, scale)
         tl.store(out_ptr + column, tl.where(seen, score, float("-inf")), column < width)
     unseen = start + tl.cdiv(tl.maximum(end - start, 0), step) * step
     for base in range(unseen, width, step):

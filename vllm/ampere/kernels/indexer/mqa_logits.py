@@ -4,9 +4,9 @@
 logit = key_scale * sum_h w_h * relu(q_h . k). The ReLU acts on each head before the sum, so the heads
 cannot be added first. Upstream calls DeepGEMM, which has no SM80 code.
 
-A Triton program owns four consecutive query tokens and every n-th tile of their keys. It decodes the queries once and
-each tile once for the four, which see runs of different lengths from the same start; where two requests meet in a block,
-it walks over the keys of one and then over those of the other.
+A Triton program owns six consecutive query tokens and every n-th tile of their keys. It decodes the queries once and each
+tile once for the six, which see runs of different lengths from the same start; where two requests meet in a program, it
+walks over the keys of one and then over those of the other.
 """
 
 import torch
@@ -27,7 +27,7 @@ from .score_tile import (
     words_are_aligned,
 )
 
-_TOKENS, _KEYS, _WARPS, _STAGES = 4, 64, 4, 2
+_TOKENS, _KEYS, _WARPS, _STAGES = 6, 128, 4, 1
 # Programs that the launcher aims at: several for each that a card holds at once, since tokens see unequal runs.
 _PROGRAMS = 4096
 
@@ -39,25 +39,29 @@ def _mqa_logits_kernel(
     N: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * TOKENS
-    token = row + tl.arange(0, TOKENS)
-    start = tl.load(starts_ptr + token, token < tokens, other=0)
-    count = tl.maximum(tl.load(ends_ptr + token, token < tokens, other=0) - start, 0)
-    q = load_queries(q_ptr, row, tokens, N, HEADS, TOKENS, ALIGNED)
-    weights = load_weights(weights_ptr, stride_weights_row, row, tokens, N, HEADS, TOKENS)
-    out_ptr += token * stride_out_row
+    starts, counts, q, weights = (), (), (), ()
+    for i in tl.static_range(TOKENS):
+        there = row + i < tokens
+        start = tl.load(starts_ptr + row + i, there, other=0)
+        starts = starts + (start,)
+        counts = counts + (tl.maximum(tl.load(ends_ptr + row + i, there, other=0) - start, 0),)
+        q = q + (load_queries(q_ptr, row + i, there, N, HEADS, ALIGNED),)
+        weights = weights + (load_weights(weights_ptr + (row + i) * stride_weights_row, there, N, HEADS),)
+    out_ptr += row * stride_out_row
     offset, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
     for lead in range(TOKENS):
-        first, sees, columns = walk_of(lead, start, count, TOKENS)
+        start, seen, columns = walk_of(lead, starts, counts, TOKENS)
         for base in range(offset, columns, step):
             column = base + tl.arange(0, KEYS)
-            seen = column < columns
-            key = first.to(tl.int64) + column
-            scale = tl.load(scales_ptr + key, seen, other=0.0)
-            keys = load_keys(keys_ptr + key * stride_key, seen, KEYS, ALIGNED)
-            score = score_tile(q, weights, keys, scale, KEYS, HEADS, TOKENS)
-            tl.store(out_ptr[None, :] + column[:, None], score, column[:, None] < sees[None, :])
-    count = tl.where(token < tokens, count, width)
-    fill_unseen(out_ptr, count, offset, step, width, KEYS)
+            key = start.to(tl.int64) + column
+            scale = tl.load(scales_ptr + key, column < columns, other=0.0)
+            keys = load_keys(keys_ptr + key * stride_key, column < columns, KEYS, ALIGNED)
+            for i in tl.static_range(TOKENS):
+                score = score_tile(q[i], weights[i], keys, scale)
+                tl.store(out_ptr + i * stride_out_row + column, score, column < seen[i])
+    for i in tl.static_range(TOKENS):
+        count = tl.where(row + i < tokens, counts[i], width)
+        fill_unseen(out_ptr + i * stride_out_row, count, offset, step, width, KEYS)
 
 
 def _mqa_logits_triton(q, weights, keys, key_scales, starts, ends, width):

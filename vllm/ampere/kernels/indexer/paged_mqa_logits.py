@@ -30,7 +30,7 @@ from .score_tile import (
 )
 
 # Tokens of a program, keys of a tile, warps and stages; the second for batches with more tokens than requests.
-_ONE, _BLOCK = (1, 64, 2, 2), (4, 64, 4, 2)
+_ONE, _SIX = (1, 64, 2, 2), (6, 128, 4, 1)
 # Programs that the launcher aims at: some for each processor, whatever `width` is. Each walks over key tiles.
 _PROGRAMS = 1024
 
@@ -46,38 +46,42 @@ def _paged_mqa_logits_kernel(
     TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * TOKENS
-    token = row + tl.arange(0, TOKENS)
-    visible = tl.load(visible_ptr + token, token < tokens, other=0)
-    visible = tl.minimum(tl.maximum(visible, 0), width)
-    request = tl.load(request_ptr + token, token < tokens, other=0)
-    q = load_queries(q_ptr, row, tokens, N, HEADS, TOKENS, ALIGNED)
-    weights = load_weights(weights_ptr, stride_weights_row, row, tokens, N, HEADS, TOKENS)
-    out_ptr += token * stride_out_row
+    requests, counts, q, weights = (), (), (), ()
+    for i in tl.static_range(TOKENS):
+        there = row + i < tokens
+        requests = requests + (tl.load(request_ptr + row + i, there, other=0),)
+        visible = tl.load(visible_ptr + row + i, there, other=0)
+        counts = counts + (tl.minimum(tl.maximum(visible, 0), width),)
+        q = q + (load_queries(q_ptr, row + i, there, N, HEADS, ALIGNED),)
+        weights = weights + (load_weights(weights_ptr + (row + i) * stride_weights_row, there, N, HEADS),)
+    out_ptr += row * stride_out_row
     offset, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
     for lead in range(TOKENS):
-        led, sees, columns = walk_of(lead, request, visible, TOKENS)
-        pages_ptr = table_ptr + led.to(tl.int64) * stride_table_row
+        request, seen, columns = walk_of(lead, requests, counts, TOKENS)
+        pages_ptr = table_ptr + request.to(tl.int64) * stride_table_row
         for base in range(offset, columns, step):
             key = base + tl.arange(0, KEYS)
-            seen = key < columns
             if P % KEYS == 0:
                 page = tl.load(pages_ptr + base // P)
             else:
-                page = tl.load(pages_ptr + key // P, seen, other=0)
+                page = tl.load(pages_ptr + key // P, key < columns, other=0)
             keys, scale = load_paged_keys(
-                cache_ptr, stride_cache_page, page, key % P, seen, P, KEYS, ALIGNED
+                cache_ptr, stride_cache_page, page, key % P, key < columns, P, KEYS, ALIGNED
             )
-            score = score_tile(q, weights, keys, scale, KEYS, HEADS, TOKENS)
-            tl.store(out_ptr[None, :] + key[:, None], score, key[:, None] < sees[None, :])
+            for i in tl.static_range(TOKENS):
+                score = score_tile(q[i], weights[i], keys, scale)
+                tl.store(out_ptr + i * stride_out_row + key, score, key < seen[i])
     if FILL:
-        fill_unseen(out_ptr, tl.where(token < tokens, visible, width), offset, step, width, KEYS)
+        for i in tl.static_range(TOKENS):
+            count = tl.where(row + i < tokens, counts[i], width)
+            fill_unseen(out_ptr + i * stride_out_row, count, offset, step, width, KEYS)
 
 
 def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width, fill=True):
     tokens, heads = weights.shape
     out = aligned_rows(weights, tokens, width)
     if out.numel():
-        block, keys, warps, stages = _ONE if tokens <= block_table.shape[0] else _BLOCK
+        block, keys, warps, stages = _ONE if tokens <= block_table.shape[0] else _SIX
         blocks = triton.cdiv(tokens, block)
         programs = min(triton.cdiv(width, keys), max(1, _PROGRAMS // blocks))
         aligned = words_are_aligned(q, 0) and words_are_aligned(cache, cache.stride(0))
@@ -107,7 +111,7 @@ COMPILES = tuple(
         num_stages=stages,
     )
     for heads, page, fill in ((32, 64, False), (32, 64, True), (32, 128, False), (8, 64, False))
-    for block, keys, warps, stages in (_ONE, _BLOCK)
+    for block, keys, warps, stages in (_ONE, _SIX)
 )
 
 
