@@ -19,11 +19,18 @@ from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op
 from . import paged_mqa_logits
 from .reference import candidate_mqa_logits_ref
-from .score_tile import head_block, load_paged_keys, load_queries, load_weights, score_tile, words_are_aligned
+from .score_tile import (
+    head_block,
+    load_paged_keys,
+    load_queries,
+    load_weights,
+    programs_a_row,
+    score_tile,
+    words_are_aligned,
+)
 
-_KEYS, _WARPS, _STAGES = 64, 2, 2
-# Programs that the launcher aims at, as in `paged_mqa_logits`.
-_PROGRAMS = 1024
+# As in `paged_mqa_logits` for one token.
+_KEYS, _WARPS, _STAGES, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2, 1, 6
 
 
 @triton.jit(
@@ -71,7 +78,8 @@ def _candidate_mqa_logits_triton(q, weights, cache, block_table, request, visibl
     listed = candidates.shape[1]
     out = aligned_rows(weights, tokens, listed * block_size)
     if out.numel():
-        programs = min(triton.cdiv(listed * block_size, _KEYS), max(1, _PROGRAMS // tokens))
+        tiles = triton.cdiv(listed * block_size, _KEYS)
+        programs = programs_a_row(q.device, tokens, tiles, _PROGRAMS_PER_MULTIPROCESSOR)
         aligned = words_are_aligned(q, 0) and words_are_aligned(cache, cache.stride(0))
         _candidate_mqa_logits_kernel[(tokens, programs)](
             q.view(torch.uint8), weights, cache, block_table, request, visible, candidates, out,

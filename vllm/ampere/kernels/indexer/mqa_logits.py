@@ -17,19 +17,21 @@ from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import mqa_logits_ref
 from .score_tile import (
+    SHARED_REASON,
     fill_unseen,
     head_block,
     load_keys,
     load_queries,
     load_weights,
+    programs_a_row,
     score_tile,
     walk_of,
     words_are_aligned,
 )
 
 _TOKENS, _KEYS, _WARPS, _STAGES = 6, 128, 4, 1
-# Programs that the launcher aims at: several for each that a card holds at once, since tokens see unequal runs.
-_PROGRAMS = 4096
+# Several for each that a card holds at once, since tokens see unequal runs.
+_PROGRAMS_PER_MULTIPROCESSOR = 32
 
 
 @triton.jit(do_not_specialize=["tokens", "width"])
@@ -69,7 +71,7 @@ def _mqa_logits_triton(q, weights, keys, key_scales, starts, ends, width):
     out = aligned_rows(weights, tokens, width)
     if out.numel():
         blocks = triton.cdiv(tokens, _TOKENS)
-        programs = min(triton.cdiv(width, _KEYS), max(1, _PROGRAMS // blocks))
+        programs = programs_a_row(q.device, blocks, triton.cdiv(width, _KEYS), _PROGRAMS_PER_MULTIPROCESSOR)
         aligned = words_are_aligned(q, 0) and words_are_aligned(keys, keys.stride(0))
         _mqa_logits_kernel[(blocks, programs)](
             q.view(torch.uint8), weights, keys.view(torch.uint8), key_scales, starts, ends, out,
@@ -92,6 +94,7 @@ COMPILES = tuple(
         {"N": heads, "HEADS": head_block(heads), "ALIGNED": True, "TOKENS": _TOKENS, "KEYS": _KEYS},
         num_warps=_WARPS,
         num_stages=_STAGES,
+        shared_reason=SHARED_REASON,
     )
     for heads in (32, 8)
 )

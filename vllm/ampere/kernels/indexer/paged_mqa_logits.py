@@ -19,20 +19,22 @@ from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import paged_mqa_logits_ref
 from .score_tile import (
+    SHARED_REASON,
     fill_unseen,
     head_block,
     load_paged_keys,
     load_queries,
     load_weights,
+    programs_a_row,
     score_tile,
     walk_of,
     words_are_aligned,
 )
 
-# Tokens of a program, keys of a tile, warps and stages; the second for batches with more tokens than requests.
-_ONE, _SIX = (1, 64, 2, 2), (6, 128, 4, 1)
-# Programs that the launcher aims at: some for each processor, whatever `width` is. Each walks over key tiles.
-_PROGRAMS = 1024
+# Tokens of a program, keys of a tile, warps, stages, and programs for each multiprocessor: as many as one of sm_80 holds.
+_ONE, _SIX = (1, 64, 2, 1, 6), (6, 128, 4, 1, 2)
+# Six tokens a program from this many a request on: below, most of a program's products would be of other requests' keys.
+_SHARED_FROM = 3
 
 
 @triton.jit(
@@ -81,9 +83,9 @@ def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, w
     tokens, heads = weights.shape
     out = aligned_rows(weights, tokens, width)
     if out.numel():
-        block, keys, warps, stages = _ONE if tokens <= block_table.shape[0] else _SIX
+        block, keys, warps, stages, held = _SIX if tokens >= _SHARED_FROM * len(block_table) else _ONE
         blocks = triton.cdiv(tokens, block)
-        programs = min(triton.cdiv(width, keys), max(1, _PROGRAMS // blocks))
+        programs = programs_a_row(q.device, blocks, triton.cdiv(width, keys), held)
         aligned = words_are_aligned(q, 0) and words_are_aligned(cache, cache.stride(0))
         _paged_mqa_logits_kernel[(blocks, programs)](
             q.view(torch.uint8), weights, cache, block_table, request, visible, out,
@@ -109,9 +111,10 @@ COMPILES = tuple(
         },
         num_warps=warps,
         num_stages=stages,
+        shared_reason=SHARED_REASON if block > 1 else "",
     )
     for heads, page, fill in ((32, 64, False), (32, 64, True), (32, 128, False), (8, 64, False))
-    for block, keys, warps, stages in (_ONE, _SIX)
+    for block, keys, warps, stages, _ in (_ONE, _SIX)
 )
 
 

@@ -13,6 +13,8 @@ import torch
 from ..launch import tl, triton
 from ..quantization.triton_codec import e4m3_words_to_half_shuffled
 
+SHARED_REASON = "the float16 queries of six tokens, 8 KiB each, and a tile of 128 keys"
+
 
 def head_block(heads: int) -> int:
     """Columns of the query tile: a power of two, and 16 at least, which is what the matrix unit takes."""
@@ -22,6 +24,14 @@ def head_block(heads: int) -> int:
 def words_are_aligned(codes: torch.Tensor, distance_bytes: int) -> bool:
     """Whether rows of codes at that distance start where four codes can be loaded as one word."""
     return codes.data_ptr() % 4 == 0 and distance_bytes % 4 == 0
+
+
+def programs_a_row(device: torch.device, rows: int, tiles: int, per_multiprocessor: int) -> int:
+    """Programs that share the tiles of each of `rows` rows of a grid: as many for each multiprocessor of the device as told,
+    or one a row, whichever is more, and no more than it takes for the longest share."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    limit = max(1, per_multiprocessor * count // rows)
+    return triton.cdiv(tiles, triton.cdiv(tiles, limit))
 
 
 @triton.jit
