@@ -120,6 +120,67 @@ def test_gathered_scores_keep_nan_and_unseen_keys_apart(device):
     assert_close(got, want, op.tolerances["logits"])
 
 
+def test_six_tokens_of_several_requests_amid_nan(device):
+    """Draft rows in order, rows of requests in turn, padded rows; keys and table entries that no row sees are poison."""
+    op = paged_mqa_logits.OP
+    given = sized(op, 7, T=16, N=8, R=3, P=32, S=300)
+    given["request"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 1, 2, 0, 9, -7, 1, 2**31 - 1], dtype=torch.int32)
+    given["visible"] = torch.tensor([1, 2, 3, 4, 158, 159, 160, 161, 31, 0, 32, 70, 0, -1, 161, 0], dtype=torch.int32)
+    want = op.reference(**given)
+    cache = given["cache"].flatten(1)
+    for r, seen in ((0, 70), (1, 161), (2, 32)):
+        page, row = given["block_table"][r, seen // 32], seen % 32
+        cache[page, row * 128 : 32 * 128] = 0xFF
+        cache[page, 32 * 128 + row * 4 :] = 0xFF
+        given["block_table"][r, -(-seen // 32) :] = -(2**31)
+    there = moved(given, device)
+    got = triton_of(op)(**there)
+    assert_close(got.cpu(), want, op.tolerances["logits"])
+    _, there["cache"] = pages_apart(there["cache"], 61, 51, 0xFF)
+    assert torch.equal(triton_of(op)(**there), got)
+    for t in (3, 4, 10, 11, 14):
+        rows = {n: there[n][t : t + 1] for n in ("q", "weights", "request", "visible")}
+        assert torch.equal(triton_of(op)(**there | rows)[0], got[t])
+
+
+def test_a_padded_row_beside_a_nan_key_and_a_nan_query(device):
+    op = paged_mqa_logits.OP
+    given = sized(op, 8, T=6, N=8, R=1, P=32, S=140)
+    given["visible"] = torch.tensor([140, 129, 128, 0, 127, 1], dtype=torch.int32)
+    given["q"].view(torch.uint8)[1, 3, 17] = 0x7F
+    given["cache"].flatten(1)[int(given["block_table"][0, 4]), 9] = 0xFF
+    got, want = both(op, given, device)
+    assert got.isnan().sum(1).tolist() == [1, 129, 0, 0, 0, 0] and got[0, 128].isnan()
+    assert_close(got, want, op.tolerances["logits"])
+
+
+def test_gathered_tokens_of_two_requests_in_one_program(device):
+    """The keys before, between and behind those that a token sees are NaN, so a token's bits are also those alone."""
+    op = mqa_logits.OP
+    given = sized(op, 9, M=14, N=8, S=600)
+    given["starts"] = torch.tensor([20] * 4 + [300] * 7 + [20, 600, 5], dtype=torch.int32)
+    given["ends"] = torch.tensor([21, 22, 150, 151, 300, 301, 428, 429, 540, 3, 302, 152, 600, 5], dtype=torch.int32)
+    want = op.reference(**given)
+    for unseen in (slice(20), slice(152, 300), slice(540, 600)):
+        given["keys"].view(torch.uint8)[unseen] = 0xFF
+        given["key_scales"][unseen] = NAN
+    there = moved(given, device)
+    got = triton_of(op)(**there)
+    assert_close(got.cpu(), want, op.tolerances["logits"])
+    for t in (3, 6, 8, 11):
+        rows = {n: there[n][t : t + 1] for n in ("q", "weights", "starts", "ends")}
+        assert torch.equal(triton_of(op)(**there | rows)[0], got[t])
+
+
+def test_gathered_codes_at_odd_bytes(device):
+    op = mqa_logits.OP
+    there = moved(sized(op, 10, M=7, N=8, S=200), device)
+    pool = torch.full((3 + 200 * 131,), 0xFF, dtype=torch.uint8, device=device)
+    keys = pool.as_strided((200, 128), (131, 1), 3)
+    keys.copy_(there["keys"].view(torch.uint8))
+    assert torch.equal(triton_of(op)(**there | {"keys": keys.view(torch.float8_e4m3fn)}), triton_of(op)(**there))
+
+
 # ---- scores of listed blocks
 
 

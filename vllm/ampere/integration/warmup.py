@@ -92,7 +92,8 @@ def _index_calls(indexer) -> list[Call]:
         found.append(key_call(indexer))
     scores = {"T": 1, "N": heads, "R": 1, "P": page, "S": page}
     if selection.candidate_blocks is None or selection.candidate_write:
-        found.append(_call("paged_mqa_logits", **scores, fill=0))
+        for tokens in (1, 6):  # of one request: one in a program, and six
+            found.append(_call("paged_mqa_logits", **scores | {"T": tokens}, fill=0))
         found.append(_call("select_topk", T=1, S=2 * chunk, K=selected, bounded=1))  # two chunks: both kinds of round
     if selection.candidate_blocks is None:
         return found

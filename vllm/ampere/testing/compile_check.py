@@ -27,6 +27,7 @@ class Built:
         shared_bytes: dynamic shared memory of one program.
         registers: of one thread, 32 bits each.
         spill_store_bytes, spill_load_bytes: of one thread, as ptxas counts them.
+        layouts: Triton's program with the layout of every tensor (TTGIR).
     """
 
     ptx: str
@@ -34,6 +35,7 @@ class Built:
     registers: int
     spill_store_bytes: int
     spill_load_bytes: int
+    layouts: str = ""
 
 
 def all_launches() -> list[Launch]:
@@ -66,7 +68,8 @@ def build(launch: Launch, architecture: str) -> Built:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": launch.fp_fusion}
     target = GPUTarget("cuda", int(architecture.removeprefix("sm")), 32)
     built = triton.compile(source, target=target, options=options)
-    return Built(built.asm["ptx"], built.metadata.shared, *_assemble(built.asm["ptx"], architecture, launch.fp_fusion))
+    needs = _assemble(built.asm["ptx"], architecture, launch.fp_fusion)
+    return Built(built.asm["ptx"], built.metadata.shared, *needs, built.asm["ttgir"])
 
 
 def ptxas() -> Path:

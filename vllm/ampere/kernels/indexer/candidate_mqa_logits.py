@@ -19,11 +19,18 @@ from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op
 from . import paged_mqa_logits
 from .reference import candidate_mqa_logits_ref
-from .score_tile import head_block, load_queries, load_weights, score_paged_keys
+from .score_tile import (
+    head_block,
+    load_paged_keys,
+    load_queries,
+    load_weights,
+    programs_a_row,
+    score_tile,
+    words_are_aligned,
+)
 
-_KEYS, _WARPS, _STAGES = 64, 4, 2
-# Programs that the launcher aims at, as in `paged_mqa_logits`.
-_PROGRAMS = 1024
+# As in `paged_mqa_logits` for one token.
+_KEYS, _WARPS, _STAGES, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2, 1, 6
 
 
 @triton.jit(
@@ -33,7 +40,8 @@ _PROGRAMS = 1024
 def _candidate_mqa_logits_kernel(
     q_ptr, weights_ptr, cache_ptr, table_ptr, request_ptr, visible_ptr, candidates_ptr, out_ptr,
     stride_weights_row, stride_cache_page, stride_table_row, stride_candidates_row, stride_out_row, listed,
-    N: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(1) * KEYS
@@ -43,8 +51,8 @@ def _candidate_mqa_logits_kernel(
     blocks = tl.cdiv(visible, SIZE)
     end = tl.minimum(blocks, listed) * SIZE
     table_ptr += tl.load(request_ptr + row).to(tl.int64) * stride_table_row
-    q = load_queries(q_ptr, row, N, HEADS)
-    weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
+    q = load_queries(q_ptr, row, True, N, HEADS, ALIGNED)
+    weights = load_weights(weights_ptr + row * stride_weights_row, True, N, HEADS)
     candidates_ptr += row * stride_candidates_row
     out_ptr += row * stride_out_row
     for base in range(start, end, step):
@@ -53,8 +61,12 @@ def _candidate_mqa_logits_kernel(
         named = (block >= 0) & (block < blocks)
         key = tl.where(named, block, 0) * SIZE + column % SIZE
         seen = named & (key < visible)
-        score = score_paged_keys(q, weights, cache_ptr, stride_cache_page, table_ptr, key, seen, P)
-        tl.store(out_ptr + column, score, column < width)
+        page = tl.load(table_ptr + key // P, seen, other=0)
+        keys, scale = load_paged_keys(
+            cache_ptr, stride_cache_page, page, key % P, seen, P, KEYS, ALIGNED
+        )
+        score = score_tile(q, weights, keys, scale)
+        tl.store(out_ptr + column, tl.where(seen, score, float("-inf")), column < width)
     unseen = start + tl.cdiv(tl.maximum(end - start, 0), step) * step
     for base in range(unseen, width, step):
         column = base + tl.arange(0, KEYS)
@@ -66,12 +78,14 @@ def _candidate_mqa_logits_triton(q, weights, cache, block_table, request, visibl
     listed = candidates.shape[1]
     out = aligned_rows(weights, tokens, listed * block_size)
     if out.numel():
-        programs = min(triton.cdiv(listed * block_size, _KEYS), max(1, _PROGRAMS // tokens))
+        tiles = triton.cdiv(listed * block_size, _KEYS)
+        programs = programs_a_row(q.device, tokens, tiles, _PROGRAMS_PER_MULTIPROCESSOR)
+        aligned = words_are_aligned(q, 0) and words_are_aligned(cache, cache.stride(0))
         _candidate_mqa_logits_kernel[(tokens, programs)](
             q.view(torch.uint8), weights, cache, block_table, request, visible, candidates, out,
             weights.stride(0), cache.stride(0), block_table.stride(0), candidates.stride(0), out.stride(0), listed,
-            N=heads, P=cache.shape[1], SIZE=block_size, HEADS=head_block(heads), KEYS=_KEYS,
-            num_warps=_WARPS, num_stages=_STAGES,
+            N=heads, P=cache.shape[1], SIZE=block_size, HEADS=head_block(heads), ALIGNED=aligned,
+            KEYS=_KEYS, num_warps=_WARPS, num_stages=_STAGES,
         )
     return out
 
@@ -85,7 +99,7 @@ COMPILES = tuple(
             "stride_weights_row": "i32:16", "stride_cache_page": "i32:16", "stride_table_row": "i32",
             "stride_candidates_row": "i32", "stride_out_row": "i32:16", "listed": "i32",
         },
-        {"N": 32, "P": page, "SIZE": 8, "HEADS": head_block(32), "KEYS": _KEYS},
+        {"N": 32, "P": page, "SIZE": 8, "HEADS": head_block(32), "ALIGNED": True, "KEYS": _KEYS},
         num_warps=_WARPS,
         num_stages=_STAGES,
     )

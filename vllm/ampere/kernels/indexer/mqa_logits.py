@@ -4,7 +4,9 @@
 logit = key_scale * sum_h w_h * relu(q_h . k). The ReLU acts on each head before the sum, so the heads
 cannot be added first. Upstream calls DeepGEMM, which has no SM80 code.
 
-A Triton program owns one query token and one tile of its keys, which it decodes for this token alone.
+A Triton program owns six consecutive query tokens and every n-th tile of their keys. It decodes the queries once and each
+tile once for the six, which see runs of different lengths from the same start; where two requests meet in a program, it
+walks over the keys of one and then over those of the other.
 """
 
 import torch
@@ -14,41 +16,68 @@ from ..contracts import Arg
 from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import mqa_logits_ref
-from .score_tile import head_block, load_queries, load_weights, score_tile
+from .score_tile import (
+    SHARED_REASON,
+    fill_unseen,
+    head_block,
+    load_keys,
+    load_queries,
+    load_weights,
+    programs_a_row,
+    score_tile,
+    walk_of,
+    words_are_aligned,
+)
 
-_KEYS, _WARPS, _STAGES = 64, 4, 2
+_TOKENS, _KEYS, _WARPS, _STAGES = 6, 128, 4, 1
+# Several for each that a card holds at once, since tokens see unequal runs.
+_PROGRAMS_PER_MULTIPROCESSOR = 32
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["tokens", "width"])
 def _mqa_logits_kernel(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, starts_ptr, ends_ptr, out_ptr,
-    stride_weights_row, stride_key, stride_out_row, width,
-    N: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    stride_weights_row, stride_key, stride_out_row, tokens, width,
+    N: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts_ptr + row)
-    count = tl.load(ends_ptr + row) - start
-    column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    score = tl.full([KEYS], float("-inf"), tl.float32)
-    if tl.program_id(1) * KEYS < count:
-        q = load_queries(q_ptr, row, N, HEADS)
-        weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
-        key = (start + column).to(tl.int64)
-        seen = column < count
-        codes = tl.load(keys_ptr + key[:, None] * stride_key + tl.arange(0, 128)[None, :], seen[:, None], other=0)
-        scale = tl.load(scales_ptr + key, seen, other=0.0)
-        score = tl.where(seen, score_tile(q, weights, codes, scale), score)
-    tl.store(out_ptr + row * stride_out_row + column, score, column < width)
+    row = tl.program_id(0).to(tl.int64) * TOKENS
+    starts, counts, q, weights = (), (), (), ()
+    for i in tl.static_range(TOKENS):
+        there = row + i < tokens
+        start = tl.load(starts_ptr + row + i, there, other=0)
+        starts = starts + (start,)
+        counts = counts + (tl.maximum(tl.load(ends_ptr + row + i, there, other=0) - start, 0),)
+        q = q + (load_queries(q_ptr, row + i, there, N, HEADS, ALIGNED),)
+        weights = weights + (load_weights(weights_ptr + (row + i) * stride_weights_row, there, N, HEADS),)
+    out_ptr += row * stride_out_row
+    offset, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
+    for lead in range(TOKENS):
+        start, seen, columns = walk_of(lead, starts, counts, TOKENS)
+        for base in range(offset, columns, step):
+            column = base + tl.arange(0, KEYS)
+            key = start.to(tl.int64) + column
+            scale = tl.load(scales_ptr + key, column < columns, other=0.0)
+            keys = load_keys(keys_ptr + key * stride_key, column < columns, KEYS, ALIGNED)
+            for i in tl.static_range(TOKENS):
+                score = score_tile(q[i], weights[i], keys, scale)
+                tl.store(out_ptr + i * stride_out_row + column, score, column < seen[i])
+    for i in tl.static_range(TOKENS):
+        count = tl.where(row + i < tokens, counts[i], width)
+        fill_unseen(out_ptr + i * stride_out_row, count, offset, step, width, KEYS)
 
 
 def _mqa_logits_triton(q, weights, keys, key_scales, starts, ends, width):
     tokens, heads = weights.shape
     out = aligned_rows(weights, tokens, width)
     if out.numel():
-        _mqa_logits_kernel[(tokens, triton.cdiv(width, _KEYS))](
+        blocks = triton.cdiv(tokens, _TOKENS)
+        programs = programs_a_row(q.device, blocks, triton.cdiv(width, _KEYS), _PROGRAMS_PER_MULTIPROCESSOR)
+        aligned = words_are_aligned(q, 0) and words_are_aligned(keys, keys.stride(0))
+        _mqa_logits_kernel[(blocks, programs)](
             q.view(torch.uint8), weights, keys.view(torch.uint8), key_scales, starts, ends, out,
-            weights.stride(0), keys.stride(0), out.stride(0), width,
-            N=heads, HEADS=head_block(heads), KEYS=_KEYS, num_warps=_WARPS, num_stages=_STAGES,
+            weights.stride(0), keys.stride(0), out.stride(0), tokens, width,
+            N=heads, HEADS=head_block(heads), ALIGNED=aligned, TOKENS=_TOKENS, KEYS=_KEYS,
+            num_warps=_WARPS, num_stages=_STAGES,
         )
     return out
 
@@ -59,11 +88,13 @@ COMPILES = tuple(
         {
             "q_ptr": "*u8:16", "weights_ptr": "*fp32:16", "keys_ptr": "*u8:16", "scales_ptr": "*fp32:16",
             "starts_ptr": "*i32:16", "ends_ptr": "*i32:16", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
-            "stride_key": "i32:16", "stride_out_row": "i32:16", "width": "i32",
+            "stride_key": "i32:16", "stride_out_row": "i32:16", "tokens": "i32",
+            "width": "i32",
         },
-        {"N": heads, "HEADS": head_block(heads), "KEYS": _KEYS},
+        {"N": heads, "HEADS": head_block(heads), "ALIGNED": True, "TOKENS": _TOKENS, "KEYS": _KEYS},
         num_warps=_WARPS,
         num_stages=_STAGES,
+        shared_reason=SHARED_REASON,
     )
     for heads in (32, 8)
 )

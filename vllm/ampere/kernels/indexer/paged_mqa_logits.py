@@ -18,51 +18,80 @@ from ..contracts import Arg
 from ..launch import Launch, aligned_rows, tl, triton, unavailable
 from ..registry import Case, Implementation, Op, Tolerance
 from .reference import paged_mqa_logits_ref
-from .score_tile import head_block, load_queries, load_weights, score_paged_keys
+from .score_tile import (
+    SHARED_REASON,
+    fill_unseen,
+    head_block,
+    load_paged_keys,
+    load_queries,
+    load_weights,
+    programs_a_row,
+    score_tile,
+    walk_of,
+    words_are_aligned,
+)
 
-_KEYS, _WARPS, _STAGES = 64, 4, 2
-# Programs that the launcher aims at: some for each processor, whatever `width` is. Each walks over key tiles.
-_PROGRAMS = 1024
+# Tokens of a program, keys of a tile, warps, stages, and programs for each multiprocessor: as many as one of sm_80 holds.
+_ONE, _SIX = (1, 64, 2, 1, 6), (6, 128, 4, 1, 2)
+# Six tokens a program from this many a request on: below, most of a program's products would be of other requests' keys.
+_SHARED_FROM = 3
 
 
 @triton.jit(
-    do_not_specialize=["stride_table_row", "width"],
+    do_not_specialize=["stride_table_row", "tokens", "width"],
     do_not_specialize_on_alignment=["table_ptr", "request_ptr", "visible_ptr"],
 )
 def _paged_mqa_logits_kernel(
     q_ptr, weights_ptr, cache_ptr, table_ptr, request_ptr, visible_ptr, out_ptr,
-    stride_weights_row, stride_cache_page, stride_table_row, stride_out_row, width,
-    N: tl.constexpr, P: tl.constexpr, FILL: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    stride_weights_row, stride_cache_page, stride_table_row, stride_out_row, tokens, width,
+    N: tl.constexpr, P: tl.constexpr, FILL: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    step = tl.num_programs(1) * KEYS
-    start = tl.program_id(1) * KEYS
-    visible = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), width)
-    table_ptr += tl.load(request_ptr + row).to(tl.int64) * stride_table_row
-    q = load_queries(q_ptr, row, N, HEADS)
-    weights = load_weights(weights_ptr + row * stride_weights_row, N, HEADS)
+    row = tl.program_id(0).to(tl.int64) * TOKENS
+    requests, counts, q, weights = (), (), (), ()
+    for i in tl.static_range(TOKENS):
+        there = row + i < tokens
+        requests = requests + (tl.load(request_ptr + row + i, there, other=0),)
+        visible = tl.load(visible_ptr + row + i, there, other=0)
+        counts = counts + (tl.minimum(tl.maximum(visible, 0), width),)
+        q = q + (load_queries(q_ptr, row + i, there, N, HEADS, ALIGNED),)
+        weights = weights + (load_weights(weights_ptr + (row + i) * stride_weights_row, there, N, HEADS),)
     out_ptr += row * stride_out_row
-    for base in range(start, visible, step):
-        key = base + tl.arange(0, KEYS)
-        score = score_paged_keys(q, weights, cache_ptr, stride_cache_page, table_ptr, key, key < visible, P)
-        tl.store(out_ptr + key, score, key < width)
-    if FILL:
-        unseen = start + tl.cdiv(tl.maximum(visible - start, 0), step) * step
-        for base in range(unseen, width, step):
+    offset, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
+    for lead in range(TOKENS):
+        request, seen, columns = walk_of(lead, requests, counts, TOKENS)
+        pages_ptr = table_ptr + request.to(tl.int64) * stride_table_row
+        for base in range(offset, columns, step):
             key = base + tl.arange(0, KEYS)
-            tl.store(out_ptr + key, tl.full([KEYS], float("-inf"), tl.float32), key < width)
+            if P % KEYS == 0:
+                page = tl.load(pages_ptr + base // P)
+            else:
+                page = tl.load(pages_ptr + key // P, key < columns, other=0)
+            keys, scale = load_paged_keys(
+                cache_ptr, stride_cache_page, page, key % P, key < columns, P, KEYS, ALIGNED
+            )
+            for i in tl.static_range(TOKENS):
+                score = score_tile(q[i], weights[i], keys, scale)
+                tl.store(out_ptr + i * stride_out_row + key, score, key < seen[i])
+    if FILL:
+        for i in tl.static_range(TOKENS):
+            count = tl.where(row + i < tokens, counts[i], width)
+            fill_unseen(out_ptr + i * stride_out_row, count, offset, step, width, KEYS)
 
 
 def _paged_mqa_logits_triton(q, weights, cache, block_table, request, visible, width, fill=True):
     tokens, heads = weights.shape
     out = aligned_rows(weights, tokens, width)
     if out.numel():
-        programs = min(triton.cdiv(width, _KEYS), max(1, _PROGRAMS // tokens))
-        _paged_mqa_logits_kernel[(tokens, programs)](
+        block, keys, warps, stages, held = _SIX if tokens >= _SHARED_FROM * len(block_table) else _ONE
+        blocks = triton.cdiv(tokens, block)
+        programs = programs_a_row(q.device, blocks, triton.cdiv(width, keys), held)
+        aligned = words_are_aligned(q, 0) and words_are_aligned(cache, cache.stride(0))
+        _paged_mqa_logits_kernel[(blocks, programs)](
             q.view(torch.uint8), weights, cache, block_table, request, visible, out,
-            weights.stride(0), cache.stride(0), block_table.stride(0), out.stride(0), width,
-            N=heads, P=cache.shape[1], FILL=fill, HEADS=head_block(heads), KEYS=_KEYS,
-            num_warps=_WARPS, num_stages=_STAGES,
+            weights.stride(0), cache.stride(0), block_table.stride(0), out.stride(0), tokens, width,
+            N=heads, P=cache.shape[1], FILL=fill, HEADS=head_block(heads), ALIGNED=aligned, TOKENS=block, KEYS=keys,
+            num_warps=warps, num_stages=stages,
         )
     return out
 
@@ -73,13 +102,19 @@ COMPILES = tuple(
         {
             "q_ptr": "*u8:16", "weights_ptr": "*fp32:16", "cache_ptr": "*u8:16", "table_ptr": "*i32",
             "request_ptr": "*i32", "visible_ptr": "*i32", "out_ptr": "*fp32:16", "stride_weights_row": "i32:16",
-            "stride_cache_page": "i32:16", "stride_table_row": "i32", "stride_out_row": "i32:16", "width": "i32",
+            "stride_cache_page": "i32:16", "stride_table_row": "i32", "stride_out_row": "i32:16", "tokens": "i32",
+            "width": "i32",
         },
-        {"N": heads, "P": page, "FILL": fill, "HEADS": head_block(heads), "KEYS": _KEYS},
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        {
+            "N": heads, "P": page, "FILL": fill, "HEADS": head_block(heads), "ALIGNED": True, "TOKENS": block,
+            "KEYS": keys,
+        },
+        num_warps=warps,
+        num_stages=stages,
+        shared_reason=SHARED_REASON if block > 1 else "",
     )
     for heads, page, fill in ((32, 64, False), (32, 64, True), (32, 128, False), (8, 64, False))
+    for block, keys, warps, stages, _ in (_ONE, _SIX)
 )
 
 
