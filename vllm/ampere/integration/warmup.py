@@ -69,7 +69,7 @@ def calls(layer) -> list[Call]:
     found = [
         _call("inverse_rope", T=1, H=heads, M=_POSITIONS),
         _call("sparse_mla_decode", **lists),  # one token: split, and merged
-        *(_call("merge_attn_states", S=splits, T=1, H=heads) for splits in (2, 4, 8, 16, 32)),  # of more or fewer tokens
+        *(_call("merge_attn_states", S=splits, T=1, H=heads) for splits in (2, 4, 8, 16, 32, 64)),  # of more or fewer tokens
         _call("sparse_mla_prefill", **lists),  # not split, which many decode tokens are not either
         _call("sparse_mla_rows", T=1, H=heads, N=_ROWS, L=_COLUMNS),
         _call("combine_topk_swa", lengths=(1,), C=_COLUMNS, ratio=ratio, window=128),

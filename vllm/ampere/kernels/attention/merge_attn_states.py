@@ -15,8 +15,10 @@ from ..registry import Case, Implementation, Op, Tolerance
 from .reference import merge_attn_states_ref
 
 _LOWEST = tl.constexpr(-1e30)
-# Splits of one pass: most calls take one, and 32 rows are what the registers of four warps hold.
-_MAX_BLOCK_S = 32
+# Splits of one pass; a decode step never has more.
+_MAX_BLOCK_S = 64
+_BLOCK_D = 128
+_NUM_WARPS = 2
 
 
 @triton.jit(do_not_specialize=["stride_lse_split", "splits"])
@@ -35,16 +37,17 @@ def _merge_attn_states_kernel(
     splits,
     HEADS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """One program merges one token's head: a running soft-max over blocks of splits, started by the sink."""
+    """One program merges a part of one token's head: a running soft-max over blocks of splits, started by the sink."""
     token = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
-    offs_d = tl.arange(0, 512)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     partial_ptr += token * stride_partial_tok + head * stride_partial_head
     sink = tl.load(sink_ptr + head)
     peak = tl.maximum(sink, _LOWEST)
     total = tl.exp(sink - peak)
-    acc = tl.zeros([512], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
         exists = split < splits
@@ -76,7 +79,7 @@ def _merge_attn_states_triton(partial, lse, sink, out=None):
     if out is None:
         out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device=partial.device)
     if tokens * heads:
-        _merge_attn_states_kernel[(tokens * heads,)](
+        _merge_attn_states_kernel[(tokens * heads, dim // _BLOCK_D)](
             partial,
             lse,
             sink,
@@ -87,6 +90,8 @@ def _merge_attn_states_triton(partial, lse, sink, out=None):
             splits,
             HEADS=heads,
             BLOCK_S=_block_s(splits),
+            BLOCK_D=_BLOCK_D,
+            num_warps=_NUM_WARPS,
         )
     return out
 
@@ -105,7 +110,8 @@ COMPILES = tuple(
             "stride_lse_tok": "i32",
             "splits": "i32",
         },
-        {"HEADS": heads, "BLOCK_S": block_s},
+        {"HEADS": heads, "BLOCK_S": block_s, "BLOCK_D": _BLOCK_D},
+        num_warps=_NUM_WARPS,
     )
     for heads in (8, 64)
     for block_s in (2, _MAX_BLOCK_S)

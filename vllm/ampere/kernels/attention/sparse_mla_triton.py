@@ -22,6 +22,7 @@ from .merge_attn_states import _merge_attn_states_triton
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
+_BLOCK_N = 16
 _NUM_WARPS = 4
 
 _RUN_TIME = ["stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits"]
@@ -178,13 +179,8 @@ def _block_h(heads: int) -> int:
     return min(32, max(8, triton.next_power_of_2(heads)))
 
 
-def _block_n(heads: int) -> int:
-    """Rows of a tile: as many as 48 KiB of shared memory hold in bfloat16 beside the queries, without spilling."""
-    return 32 if heads <= 8 else 16
-
-
 def _programs_per_multiprocessor(heads: int) -> int:
-    return 4 if heads <= 16 else 2
+    return 4 if heads <= 8 else 2
 
 
 def split_count(tokens: int, heads: int, keys: int, multiprocessors: int) -> int:
@@ -197,7 +193,7 @@ def split_count(tokens: int, heads: int, keys: int, multiprocessors: int) -> int
     """
     programs = tokens * -(-heads // _block_h(heads))
     most = _programs_per_multiprocessor(heads) * multiprocessors // programs
-    return max(1, min(-(-keys // _block_n(heads)), most))
+    return max(1, min(-(-keys // _BLOCK_N), most))
 
 
 def attend(
@@ -257,7 +253,7 @@ def attend(
         HEADS=heads,
         SPLIT=splits > 1,
         BLOCK_H=block_h,
-        BLOCK_N=_block_n(heads),
+        BLOCK_N=_BLOCK_N,
         num_warps=_NUM_WARPS,
     )
     return _merge_attn_states_triton(part, lse, sink, out) if splits > 1 else out
@@ -303,7 +299,7 @@ COMPILES = tuple(
             "compressed_rows": "i32:16",
             **dict.fromkeys(_RUN_TIME, "i32"),
         },
-        {"HEADS": heads, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _block_n(heads)},
+        {"HEADS": heads, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _BLOCK_N},
         num_warps=_NUM_WARPS,
     )
     for heads in (8, 16, 32, 64)

@@ -4,8 +4,8 @@
 logit = key_scale * sum_h w_h * relu(q_h . k). The ReLU acts on each head before the sum, so the heads
 cannot be added first. Upstream calls DeepGEMM, which has no SM80 code.
 
-A Triton program owns six consecutive query tokens and every n-th tile of their keys. It decodes the queries once and each
-tile once for the six, which see runs of different lengths from the same start; where two requests meet in a program, it
+A Triton program owns eight consecutive query tokens and every n-th tile of their keys. It decodes the queries once and each
+tile once for the eight, which see runs of different lengths from the same start; where two requests meet in a program, it
 walks over the keys of one and then over those of the other.
 """
 
@@ -29,7 +29,7 @@ from .score_tile import (
     words_are_aligned,
 )
 
-_TOKENS, _KEYS, _WARPS, _STAGES = 6, 128, 4, 1
+_TOKENS, _KEYS, _WARPS, _STAGES = 8, 128, 4, 1
 # Several for each that a card holds at once, since tokens see unequal runs.
 _PROGRAMS_PER_MULTIPROCESSOR = 32
 

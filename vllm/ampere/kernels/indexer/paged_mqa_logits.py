@@ -5,9 +5,9 @@ The same sum as `mqa_logits`, with the keys of a request found through its page 
 a request read once for all of its query tokens (a draft block has several). Upstream calls DeepGEMM,
 which has no SM80 code.
 
-A Triton program owns one query token and every n-th tile of its keys: the query stays in registers, and neither the
-grid nor, without `fill`, the work grows with `width`, which in a captured graph is that of the longest context. The six
-tokens of a draft block read the same keys side by side, from the cache; each decodes them anew.
+A Triton program owns one query token, or six (a draft block) that share a decoded tile, and every n-th tile of their keys:
+the queries are decoded once, and neither the grid nor, without `fill`, the work grows with `width`, which in a captured
+graph is that of the longest context.
 """
 
 import torch
@@ -32,7 +32,7 @@ from .score_tile import (
 )
 
 # Tokens of a program, keys of a tile, warps, stages, and programs for each multiprocessor: as many as one of sm_80 holds.
-_ONE, _SIX = (1, 64, 2, 1, 6), (6, 128, 4, 1, 2)
+_ONE, _SIX = (1, 64, 2, 1, 8), (6, 128, 4, 2, 2)
 # Six tokens a program from this many a request on: below, most of a program's products would be of other requests' keys.
 _SHARED_FROM = 3
 

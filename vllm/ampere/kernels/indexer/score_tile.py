@@ -13,7 +13,7 @@ import torch
 from ..launch import tl, triton
 from ..quantization.triton_codec import e4m3_words_to_half_shuffled
 
-SHARED_REASON = "the float16 queries of six tokens, 8 KiB each, and a tile of 128 keys"
+SHARED_REASON = "the float16 queries of six or eight tokens, 8 KiB each, and a tile of 128 keys"
 
 
 def head_block(heads: int) -> int:
