@@ -42,4 +42,5 @@ def test_inside_candidates_transients_do_not_follow_the_context(monkeypatch):
         torch.cuda.synchronize()
         taken[context] = torch.cuda.max_memory_allocated() - before
     assert ROWS << 16 <= min(taken.values()) and max(taken.values()) <= 1.5 * (ROWS << 16), taken
-    assert abs(taken[CONTEXT] - taken[1 << 15]) < ROWS << 10, taken  # the allocator's rounding
+    # The allocator hands out blocks of up to 1 MiB more than asked; what followed the context would be 2.5 GiB.
+    assert abs(taken[CONTEXT] - taken[1 << 15]) < 4 << 20, taken

@@ -168,6 +168,18 @@ def test_wrong_rank_names_the_argument(op, arg):
     assert isinstance(error, ContractError) and f"{op.name}: {arg.name} has shape" in str(error)
 
 
+@each_arg(lambda op, arg: arg.contiguous == "word pages")
+def test_pages_that_start_between_words(op, arg):
+    """Records are read four bytes at a time."""
+    cache = GIVEN[op.name][arg.name]
+    size = cache[0].numel()
+    pool = torch.zeros(len(cache) * (size + 64) + 4, dtype=torch.uint8)
+    for stride, offset in ((size + 61, 0), (size + 64, 50)):
+        moved = pool.as_strided(cache.shape, (stride, *cache.stride()[1:]), offset)
+        with pytest.raises(ContractError, match=f"each page of {arg.name} must start at a multiple of 4 bytes"):
+            op.check(**(GIVEN[op.name] | {arg.name: moved}))
+
+
 @each_arg(lambda op, arg: arg.contiguous != "any" and GIVEN[op.name][arg.name].shape[-1] > 1)
 def test_wrong_stride_names_the_argument(op, arg):
     error = _error_with(op, arg, lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2])

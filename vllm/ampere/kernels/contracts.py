@@ -19,8 +19,9 @@ class Arg:
             ("2*I"); "..." alone accepts any shape. A name binds at its first use; later uses must agree.
         dtypes: accepted dtypes.
         optional: None is accepted.
-        contiguous: "last" (default: stride 1 on the last dimension), "full", "any", or "pages" (every
-            dimension after the first is dense; the first may step over other pages of a packed block).
+        contiguous: "last" (default: stride 1 on the last dimension), "full", "any", "pages" (every
+            dimension after the first is dense; the first may step over other pages of a packed block), or
+            "word pages" (each of them starts at a multiple of 4 bytes).
     """
 
     name: str
@@ -89,7 +90,9 @@ def _check_stride(op: str, arg: Arg, tensor: torch.Tensor) -> None:
         return
     if arg.contiguous == "full" and not tensor.is_contiguous():
         raise ContractError(f"{op}: {arg.name} must be contiguous, has strides {list(tensor.stride())}")
-    if arg.contiguous == "pages" and not (
+    if arg.contiguous == "word pages" and (tensor.data_ptr() % 4 or tensor.stride(0) % 4):
+        raise ContractError(f"{op}: each page of {arg.name} must start at a multiple of 4 bytes")
+    if arg.contiguous.endswith("pages") and not (
         tensor[0].is_contiguous() and (len(tensor) == 1 or tensor.stride(0) >= tensor[0].numel())
     ):
         raise ContractError(f"{op}: each page of {arg.name} must be dense, has strides {list(tensor.stride())}")

@@ -45,7 +45,7 @@ def sparse_mla_decode(
         q: bfloat16 [T, H, 512], rotated.
         sink: float32 [H], logit of the sink, not scaled; finite or -inf (no sink).
         scale: factor of the logits, 512^-0.5 in this model.
-        window_cache: uint8 [B, P, 584], each page dense, pages `stride(0)` bytes apart.
+        window_cache: uint8 [B, P, 584], each page dense, pages `stride(0)` bytes apart, a multiple of 4.
         window_slots: int32 [T, W], slots in [0, B*P), or negative: the entry does not count.
         window_lens: int32 [T], entries at and after this column do not count.
         compressed_cache: uint8 [C, Q, 584], as `window_cache`; None, with its two lists, for a window-only layer.
@@ -134,10 +134,10 @@ AXES = {
 INPUTS = (
     Arg("q", "T H 512", (torch.bfloat16,)),
     Arg("sink", "H", (torch.float32,)),
-    Arg("window_cache", "B P 584", (torch.uint8,), contiguous="pages"),
+    Arg("window_cache", "B P 584", (torch.uint8,), contiguous="word pages"),
     Arg("window_slots", "T W", (torch.int32,)),
     Arg("window_lens", "T", (torch.int32,)),
-    Arg("compressed_cache", "C Q 584", (torch.uint8,), optional=True, contiguous="pages"),
+    Arg("compressed_cache", "C Q 584", (torch.uint8,), optional=True, contiguous="word pages"),
     Arg("compressed_slots", "T K", (torch.int32,), optional=True),
     Arg("compressed_lens", "T", (torch.int32,), optional=True),
     Arg("out", "T H 512", (torch.bfloat16,), optional=True),

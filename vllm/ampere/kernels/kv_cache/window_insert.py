@@ -171,7 +171,7 @@ AXES = {
     "P": "rows a page",
     "M": "positions in the rotary table",
 }
-CACHE = Arg("cache", "B P 584", (torch.uint8,), contiguous="pages")
+CACHE = Arg("cache", "B P 584", (torch.uint8,), contiguous="word pages")
 SIZES = {
     "empty": {"T": 0, "S": 0, "B": 2, "P": 32},
     "one": {"T": 1, "S": 1, "B": 2, "P": 32},
