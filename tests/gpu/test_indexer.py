@@ -6,7 +6,7 @@ import torch
 
 from tests.interpreter.test_indexer import *  # noqa: F403
 from tests.interpreter.test_indexer import both, moved, sized, triton_of
-from vllm.ampere.kernels.indexer import candidate_mqa_logits, key_norm_rope_store, paged_mqa_logits
+from vllm.ampere.kernels.indexer import candidate_mqa_logits, key_norm_rope_store, mqa_logits, paged_mqa_logits
 from vllm.ampere.kernels.indexer.candidate_topk import CANDIDATE_BLOCKS, MASK_TO_CANDIDATES, SELECT_TOPK
 from vllm.ampere.testing.compare import assert_close
 
@@ -90,6 +90,19 @@ def test_long_contexts_score_each_draft_row_as_alone(width):
     assert_close(whole.cpu(), op.reference(**given), op.tolerances["logits"])
     for t in (0, 5, 9, 17):
         rows = {n: there[n][t : t + 1] for n in ("q", "weights", "request", "visible")}
+        assert torch.equal(triton_of(op)(**there | rows)[0], whole[t])
+
+
+def test_long_gathered_runs_score_each_token_as_alone():
+    """Two requests that meet in a program; programs walk over several tiles."""
+    op = mqa_logits.OP
+    given = sized(op, 25, M=302, N=32, S=60_000)
+    there = moved(given, "cuda")
+    whole = triton_of(op)(**there)
+    assert_close(whole.cpu(), op.reference(**given), op.tolerances["logits"])
+    for t in (0, 5, 150, 151, 301):
+        rows = {n: there[n][t : t + 1] for n in ("weights", "starts", "ends")}
+        rows["q"] = there["q"].view(torch.uint8)[t : t + 1].view(torch.float8_e4m3fn)
         assert torch.equal(triton_of(op)(**there | rows)[0], whole[t])
 
 

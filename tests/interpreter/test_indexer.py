@@ -121,7 +121,7 @@ def test_gathered_scores_keep_nan_and_unseen_keys_apart(device):
 
 
 def test_six_tokens_of_several_requests_amid_nan(device):
-    """Draft rows in order, rows of requests in turn, padded rows; keys and table entries that no row sees are poison."""
+    """Draft rows in order, requests in turn, padded rows; keys and table entries that no row sees are poison."""
     op = paged_mqa_logits.OP
     given = sized(op, 7, T=16, N=8, R=3, P=32, S=300)
     given["request"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 1, 2, 0, 9, -7, 1, 2**31 - 1], dtype=torch.int32)

@@ -41,6 +41,8 @@ def test_a_grid_is_bounded_by_the_card_and_shares_are_even(monkeypatch, rows, ti
     assert found <= max(1, 200 // rows)
 
 
-@pytest.mark.parametrize("offset, distance, aligned", [(0, 128, True), (4, 132, True), (2, 128, False), (0, 131, False)])
+@pytest.mark.parametrize("offset, distance, aligned", [
+    (0, 128, True), (4, 132, True), (2, 128, False), (0, 131, False),
+])
 def test_words_are_aligned(offset, distance, aligned):
     assert words_are_aligned(torch.zeros(16, dtype=torch.uint8)[offset:], distance) == aligned

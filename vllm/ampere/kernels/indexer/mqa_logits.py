@@ -4,9 +4,9 @@
 logit = key_scale * sum_h w_h * relu(q_h . k). The ReLU acts on each head before the sum, so the heads
 cannot be added first. Upstream calls DeepGEMM, which has no SM80 code.
 
-A Triton program owns eight consecutive query tokens and every n-th tile of their keys. It decodes the queries once and each
-tile once for the eight, which see runs of different lengths from the same start; where two requests meet in a program, it
-walks over the keys of one and then over those of the other.
+A Triton program owns eight consecutive query tokens and every n-th tile of their keys. It decodes the queries once
+and each tile once for the eight, which see runs of different lengths from the same start; where two requests meet in a
+program, it walks over the keys of one and then over those of the other.
 """
 
 import torch

@@ -5,9 +5,9 @@ The same sum as `mqa_logits`, with the keys of a request found through its page 
 a request read once for all of its query tokens (a draft block has several). Upstream calls DeepGEMM,
 which has no SM80 code.
 
-A Triton program owns one query token, or six (a draft block) that share a decoded tile, and every n-th tile of their keys:
-the queries are decoded once, and neither the grid nor, without `fill`, the work grows with `width`, which in a captured
-graph is that of the longest context.
+A Triton program owns one query token, or six (a draft block) that share a decoded tile, and every n-th tile of their
+keys: the queries are decoded once, and neither the grid nor, without `fill`, the work grows with `width`, which in a
+captured graph is that of the longest context.
 """
 
 import torch
@@ -31,9 +31,9 @@ from .score_tile import (
     words_are_aligned,
 )
 
-# Tokens of a program, keys of a tile, warps, stages, and programs for each multiprocessor: as many as one of sm_80 holds.
+# Tokens of a program, keys of a tile, warps, stages, and programs for each multiprocessor (raced on a card).
 _ONE, _SIX = (1, 64, 2, 1, 8), (6, 128, 4, 2, 2)
-# Six tokens a program from this many a request on: below, most of a program's products would be of other requests' keys.
+# Rows a request from which six share a program: below, most of its products would be of other requests' keys.
 _SHARED_FROM = 3
 
 

@@ -27,8 +27,11 @@ def words_are_aligned(codes: torch.Tensor, distance_bytes: int) -> bool:
 
 
 def programs_a_row(device: torch.device, rows: int, tiles: int, per_multiprocessor: int) -> int:
-    """Programs that share the tiles of each of `rows` rows of a grid: as many for each multiprocessor of the device as told,
-    or one a row, whichever is more, and no more than it takes for the longest share."""
+    """Programs that share the tiles of each of `rows` rows of a grid.
+
+    In all as many for each multiprocessor of the device as told, or one a row, whichever is more, and no more than it
+    takes for the longest share.
+    """
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     limit = max(1, per_multiprocessor * count // rows)
     return triton.cdiv(tiles, triton.cdiv(tiles, limit))
@@ -36,7 +39,7 @@ def programs_a_row(device: torch.device, rows: int, tiles: int, per_multiprocess
 
 @triton.jit
 def _load_numbers(row_ptr, seen, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Float16 [ROWS, 128]: 2^-8 times the 128 codes at each of uint8 pointers [ROWS], shuffled alike; 0 if not `seen`."""
+    """Float16 [ROWS, 128]: 2^-8 times the codes at each of uint8 pointers [ROWS], shuffled alike; 0 if not `seen`."""
     word = tl.arange(0, 32)
     if ALIGNED:
         words = tl.load(row_ptr.to(tl.pointer_type(tl.int32))[:, None] + word[None, :], seen[:, None], other=0)
@@ -44,9 +47,9 @@ def _load_numbers(row_ptr, seen, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
         byte = tl.arange(0, 4)[None, None, :]
         codes = tl.load(row_ptr[:, None, None] + 4 * word[None, :, None] + byte, seen[:, None, None], other=0)
         words = tl.sum(codes.to(tl.int32) << (8 * byte), 2)
-    # A branch whose sides are one and whose condition always holds. Triton looks back from a dot for the narrowest load,
-    # lays the operand out for that, which costs bank conflicts, and moves all it passes into that layout, where each warp
-    # decodes the whole tile again. It does not look back through a branch.
+    # A branch whose sides are one and whose condition always holds. Triton looks back from a dot for the narrowest
+    # load, lays the operand out for that, which costs bank conflicts, and moves all it passes into that layout, where
+    # each warp decodes the whole tile again. It does not look back through a branch.
     if tl.num_programs(0) > 0:
         numbers = e4m3_words_to_half_shuffled(words, ROWS, 128)
     else:
@@ -78,7 +81,7 @@ def load_keys(key_ptr, seen, KEYS: tl.constexpr, ALIGNED: tl.constexpr):
 def load_paged_keys(
     cache_ptr, stride_cache_page, page, row, seen, P: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """`load_keys` and the scales, float32 [KEYS], of rows [KEYS] of `page`, one or [KEYS] of them; zero if not `seen`."""
+    """`load_keys` and the float32 scales [KEYS] of rows [KEYS] of `page`, one or [KEYS] of them; zero if not `seen`."""
     page_ptr = cache_ptr + page.to(tl.int64) * stride_cache_page
     scale_ptr = page_ptr + P * 128 + row * 4
     if ALIGNED:
@@ -99,7 +102,7 @@ def score_tile(q, weights, keys, key_scale):
 
 @triton.jit
 def walk_of(lead, names, counts, TOKENS: tl.constexpr):
-    """The walk over keys that token `lead` of a program leads: for all tokens of its name, if it is the first that sees any.
+    """The walk over keys that token `lead` of a program leads, if it is the first token of its name that sees any.
 
     Args:
         names: TOKENS int32; tokens of one name see the same keys, each its own number of them.
@@ -123,7 +126,7 @@ def walk_of(lead, names, counts, TOKENS: tl.constexpr):
 
 @triton.jit
 def fill_unseen(out_ptr, count, start, step, width, KEYS: tl.constexpr):
-    """-inf to the columns from `count` to `width` of a row, in each tile of KEYS at `start`, `start` + `step` and so on."""
+    """-inf to the columns of a row from `count` to `width`, in the tiles of KEYS at `start`, `start` + `step` and so on."""
     for base in range(count // step * step + start, width, step):
         column = base + tl.arange(0, KEYS)
         tl.store(out_ptr + column, tl.full([KEYS], float("-inf"), tl.float32), (column >= count) & (column < width))
