@@ -12,7 +12,7 @@ pytest.importorskip("vllm.platforms", reason="needs the engine environment, .ven
 
 from vllm.ampere.integration.attention import AmpereDeepseekV4Attention as Attention  # noqa: E402
 from vllm.ampere.testing import tiny_checkpoint  # noqa: E402
-from vllm.ampere.testing.engine import OPTIONS  # noqa: E402
+from vllm.ampere.testing.engine import OPTIONS, run  # noqa: E402
 
 
 @pytest.fixture
@@ -75,6 +75,15 @@ def test_other_cache_types_are_refused_in_a_sentence(asked):
 
     with pytest.raises(ValueError, match=f"only support fp8 kv-cache, got {asked}. Please set `--kv-cache-dtype fp8`"):
         resolve(Attention.use_fp8_ds_mla_layout, asked, None)
+
+
+def test_nvfp4_records_are_refused(tmp_path):
+    """Upstream takes the word for every backend of packed records; the layer knows that the card reads no such one."""
+    options = OPTIONS | {"kv_cache_dtype": "nvfp4_ds_mla", "skip_tokenizer_init": True}
+    model = tiny_checkpoint.write(tmp_path / "sharp", "sharp")
+    ended = run(["-c", f"from vllm import LLM; LLM({str(model)!r}, **{options})"], tmp_path / "log", 200)
+    assert ended.code not in (0, None)
+    assert "ValueError: nvfp4_ds_mla needs the V4.1 KV records" in ended.output, ended.output[-3000:]
 
 
 @pytest.mark.parametrize("asked, captured", [
