@@ -31,6 +31,16 @@ def test_greedy_output_does_not_change(session):
     assert accepted > drafts
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dspark-3", "dspark-7"])
+def test_other_lengths_of_a_draft(session, name):
+    """The checkpoint's block has five tokens; its draft may be asked for fewer, and for more."""
+    plain, _, _ = session.measure("agreeing", drafted)
+    speculative, drafts, accepted = session.measure(name, drafted)
+    assert speculative == plain
+    assert accepted > drafts > 0
+
+
 @pytest.fixture(scope="module")
 def cache_steps(session, tmp_path_factory):
     """A function that runs `cache_snapshots.py` on prompts of some lengths and returns what it wrote."""
