@@ -8,7 +8,8 @@ The file is a list, one entry a step, of {request number: Snapshot as a dict}:
     rows: cache name -> uint8 [rows, row bytes], oldest first: the window's, all compressed ones, the last ring row;
     rejected: with drafts, window cache name -> uint8 [row bytes] of the row after those;
     draft: the same as rows of the caches that the draft owns; cached: prompt tokens that the prefix cache had.
-With "twice": true in the job the requests run again when they have ended, and the file is a list of both lists.
+With "twice": true in the job the requests run again when they have ended, and the file is a list of both lists. With
+"draft_logits": true it is that list and another: of each draft, float32 [requests, block, vocabulary] from the head alone.
 
 Matrix products run in float64 here. A product in bfloat16 or float32 rounds a row differently in a batch of one and
 of six, so plain and speculative decoding could not be compared byte for byte; with 29 bits to spare they can.
@@ -120,15 +121,30 @@ def steps_of(llm, prompts: list[list[int]], sampling, drafts: bool) -> list[dict
     return steps
 
 
+def record_draft_logits() -> list[torch.Tensor]:
+    """A list that grows with every draft that our sampler makes."""
+    from vllm.ampere.integration import spec_decode
+
+    sample, logits = spec_decode.markov_sampler, []
+
+    def recording(base_logits, *args, **kwargs):
+        logits.append(base_logits.float())
+        return sample(base_logits, *args, **kwargs)
+
+    spec_decode.markov_sampler = recording
+    return logits
+
+
 def main(job: dict) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=job["checkpoint"], skip_tokenizer_init=True, **job["options"])
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
-    drafts = "speculative_config" in job["options"]
+    drafts, draft_logits = "speculative_config" in job["options"], record_draft_logits()
     with ExactProducts():
         runs = [steps_of(llm, job["prompts"], sampling, drafts) for _ in range(2 if job.get("twice") else 1)]
-    torch.save(runs if job.get("twice") else runs[0], job["output"])
+    result = runs if job.get("twice") else runs[0]
+    torch.save([result, draft_logits] if job.get("draft_logits") else result, job["output"])
 
 
 if __name__ == "__main__":
