@@ -6,7 +6,10 @@
 The file is a list, one entry a step, of {request number: Snapshot as a dict}:
     tokens: generated so far; computed: tokens whose cache rows stand (rejected drafts excluded);
     rows: cache name -> uint8 [rows, row bytes], oldest first: the window's, all compressed ones, the last ring row;
-    rejected: with drafts, window cache name -> uint8 [row bytes] of the row after those.
+    rejected: with drafts, window cache name -> uint8 [row bytes] of the row after those;
+    draft: the same as rows of the caches that the draft owns; cached: prompt tokens that the prefix cache had.
+With "twice": true in the job the requests run again when they have ended, and the file is a list of both lists. With
+"draft_logits": true it is that list and another: of each draft, float32 [requests, block, vocabulary] from the head alone.
 
 Matrix products run in float64 here. A product in bfloat16 or float32 rounds a row differently in a batch of one and
 of six, so plain and speculative decoding could not be compared byte for byte; with 29 bits to spare they can.
@@ -60,21 +63,21 @@ def page_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return flat[page[:, None], torch.cat([data, scale], 1)]
 
 
-def target_caches(runner):
-    """Name, specification, cache tensor and block table of every cache that the target model owns."""
+def caches_of(runner, draft: bool = False):
+    """Name, specification, cache tensor and block table of every cache that the target model, or the draft, owns."""
     layers = runner.vllm_config.compilation_config.static_forward_context
     for group, table in zip(runner.kv_cache_config.kv_cache_groups, runner.block_tables.block_tables):
         for name in group.layer_names:
             spec = group.kv_cache_spec
             spec = getattr(spec, "kv_cache_specs", {name: spec})[name]
-            if not getattr(spec, "is_draft", False):
+            if getattr(spec, "is_draft", False) is draft:
                 yield name, spec, layers[name].kv_cache, table.gpu
 
 
-def request_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
-    """Rows of every target cache of the request at `index` of the runner's state, of its first `computed` tokens."""
+def request_rows(runner, index: int, computed: int, draft: bool = False) -> dict[str, torch.Tensor]:
+    """Rows of every target or draft cache of the request at `index` of the runner's state, of its first `computed` tokens."""
     rows = {}
-    for name, spec, cache, table in target_caches(runner):
+    for name, spec, cache, table in caches_of(runner, draft):
         numbers = torch.arange(computed // spec.tokens_per_state, device=table.device)
         pages = numbers // cache.shape[1]
         if cache.dtype == torch.float32:  # the ring has one page, and its last row is what the next token pairs with
@@ -87,7 +90,7 @@ def request_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
 
 def rejected_rows(runner, index: int, computed: int) -> dict[str, torch.Tensor]:
     """The row of token number `computed` in every window cache: a rejected draft's, if the last step rejected one."""
-    windows = [(n, c, t) for n, spec, c, t in target_caches(runner) if getattr(spec, "sliding_window", None)]
+    windows = [(n, c, t) for n, spec, c, t in caches_of(runner) if getattr(spec, "sliding_window", None)]
     return {
         name: page_rows(cache, table[index][[computed // cache.shape[1]]].long() * cache.shape[1] + computed % cache.shape[1])[0]
         for name, cache, table in windows
@@ -111,9 +114,25 @@ def steps_of(llm, prompts: list[list[int]], sampling, drafts: bool) -> list[dict
                 "tokens": list(output.outputs[0].token_ids), "computed": computed,
                 "rows": {name: rows.cpu() for name, rows in request_rows(runner, index, computed).items()},
                 "rejected": {name: row.cpu() for name, row in rejected_rows(runner, index, computed).items()} if drafts else {},
+                "draft": {name: rows.cpu() for name, rows in request_rows(runner, index, computed, True).items()} if drafts else {},
+                "cached": output.num_cached_tokens,
             }
         steps.append(seen)
     return steps
+
+
+def record_draft_logits() -> list[torch.Tensor]:
+    """A list that grows with every draft that our sampler makes."""
+    from vllm.ampere.integration import spec_decode
+
+    sample, logits = spec_decode.markov_sampler, []
+
+    def recording(base_logits, *args, **kwargs):
+        logits.append(base_logits.float())
+        return sample(base_logits, *args, **kwargs)
+
+    spec_decode.markov_sampler = recording
+    return logits
 
 
 def main(job: dict) -> None:
@@ -121,8 +140,11 @@ def main(job: dict) -> None:
 
     llm = LLM(model=job["checkpoint"], skip_tokenizer_init=True, **job["options"])
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
+    drafts, draft_logits = "speculative_config" in job["options"], record_draft_logits()
     with ExactProducts():
-        torch.save(steps_of(llm, job["prompts"], sampling, "speculative_config" in job["options"]), job["output"])
+        runs = [steps_of(llm, job["prompts"], sampling, drafts) for _ in range(2 if job.get("twice") else 1)]
+    result = runs if job.get("twice") else runs[0]
+    torch.save([result, draft_logits] if job.get("draft_logits") else result, job["output"])
 
 
 if __name__ == "__main__":

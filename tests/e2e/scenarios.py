@@ -42,6 +42,8 @@ CONFIGURATIONS = {
     "wide-topk": Configuration("wide_topk"),
     "agreeing": Configuration("parrot"),
     "dspark": Configuration("parrot", {"speculative_config": DRAFTS}),
+    "dspark-3": Configuration("parrot", {"speculative_config": DRAFTS | {"num_speculative_tokens": 3}}),
+    "dspark-7": Configuration("parrot", {"speculative_config": DRAFTS | {"num_speculative_tokens": 7}}),
     "dspark-tp2": Configuration("parrot", {"speculative_config": DRAFTS, "tensor_parallel_size": 2}),
 }
 

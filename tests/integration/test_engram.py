@@ -62,3 +62,15 @@ def test_a_table_takes_its_bytes_and_no_more(monkeypatch):
 def test_upstream_allocates_where_we_decline(monkeypatch, use_thp, architecture):
     embedding, sizes, _ = _allocated(monkeypatch, use_thp, architecture and arch.ARCHITECTURES[architecture])
     assert engram.allocate_table(embedding) is None and sizes == [] and embedding._packed is None
+
+
+def test_tables_go_to_the_host_or_the_start_ends(monkeypatch):
+    """Unless told otherwise; where the card cannot read host memory, upstream does not put them on the card instead."""
+    from vllm.config.engram import EngramConfig
+    from vllm.models.deepseek_v41.common import engram as upstream
+
+    assert EngramConfig().cpu_offload
+    monkeypatch.setattr(upstream, "is_uva_available", lambda: False)
+    monkeypatch.setattr(upstream, "get_engram_dp_size", lambda: 1)
+    with pytest.raises(RuntimeError, match="CPU offload requires UVA"):
+        upstream.ParallelEngramEmbedding(1009, 256, (1009,), cpu_offload=EngramConfig().cpu_offload)

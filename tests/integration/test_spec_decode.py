@@ -151,3 +151,12 @@ def test_the_draft_class_offers_the_hook(monkeypatch):
 
     monkeypatch.setattr(spec_decode, "sample_sequential", lambda *given: given)
     assert DSparkDeepseekV4ForCausalLM.sample_sequential(None, "speculator", 3, "hidden") == ("speculator", 3, "hidden")
+
+
+def test_drafts_are_tokens_of_the_target():
+    """The draft has the whole vocabulary: there is no map of its tokens, whose bounds dummy ids could pass."""
+    from vllm.models.deepseek_v41.nvidia.dspark import DSparkDeepseekV4ForCausalLM
+
+    ids = torch.tensor([0, 129_279, 2**31 - 1, -1])
+    assert DSparkDeepseekV4ForCausalLM.draft_id_to_target_id is None
+    assert torch.equal(DSparkDeepseekV4ForCausalLM.map_draft_to_target(None, ids), ids)

@@ -149,7 +149,7 @@ def test_every_batch_and_context_reaches_exactly_what_was_warmed():
             serve_attention(rows, rows % 5, 1 + rows % 3)
         for rows in (60, 120, 200, 4097):
             serve_attention(rows, 6, 16)
-        for width in (1, 2, 15, 16, 100, 511, 513, 8191, 8193, 16_384, 65_537, 131_071, 200_000):
+        for width in (1, 2, 15, 16, 100, 511, 513, 8191, 8193, 16_384, 65_537, 131_071, 200_000, 1 << 20):
             serve_index(1, 0, width)
             serve_index(7, 3, width)
             serve_index(9, 3, width)  # three rows a request

@@ -4,6 +4,7 @@
 import dataclasses
 import importlib
 import pkgutil
+import types
 
 import pytest
 
@@ -64,6 +65,19 @@ def test_every_module_with_kernels_lists_their_launches():
         if name.endswith("_kernel")
     }
     assert written and not written - listed
+
+
+def tuned(*modules) -> list[str]:
+    """Kernels that Triton would choose a configuration for by timing them."""
+    return [f"{module.__name__}.{name}" for module in modules for name, value in vars(module).items()
+            if isinstance(value, triton.runtime.Autotuner)]
+
+
+def test_no_kernel_is_tuned_by_time():
+    """Ranks, and one start after another, run the same binary."""
+    found = [importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + ".")]
+    assert len(found) > 20 and not tuned(*found)
+    assert tuned(types.SimpleNamespace(__name__="m", k=triton.autotune([triton.Config({})], [])(_cast_kernel))) == ["m.k"]
 
 
 @triton.jit

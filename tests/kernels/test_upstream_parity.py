@@ -34,3 +34,12 @@ def test_drafts_equal_upstreams_loop():
     assert {name: int(count.split()[0]) for name, count in said.items()} == {
         "greedy reference": 10_000, "greedy triton-inside": 10_000, "greedy triton": 200, "noise": 32,
     }  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_upstreams_router_gives_image_tokens_their_own_bias():
+    script = pathlib.Path(__file__).with_name("upstream_router.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "router: 45 image tokens equal" in run.stdout

@@ -72,15 +72,15 @@ def test_caches_after_partial_acceptance(runs):
     plain, speculative = (by_length(runs.result(name)["caches"]["caches"]) for name in ("sm80-parrot", "sm80-dspark"))
     compared = [at for at in partial_acceptances(runs.result("sm80-dspark")["caches"]["caches"]) if at in plain]
     assert len({number for number, _ in compared}) >= 2, compared
-    worst, rejected = 0.0, []
+    apart, rejected = [], []
     for at in compared:
         assert speculative[at]["tokens"] == plain[at]["tokens"]
         for name, rows in plain[at]["rows"].items():
             for mine, row in zip(speculative[at]["rows"][name], rows, strict=True):
-                worst = max(worst, difference(mine[None], row[None]))
+                apart.append(difference(mine[None], row[None]))
         following = plain.get((at[0], at[1] + 1))
         if following:
             rejected += [difference(row[None], following["rows"][name][-1:]) for name, row in speculative[at]["rejected"].items()]
-    runs.figures["caches after partial acceptance"] = f"{len(compared)} steps, worst row {worst:.4f}, a rejected row {min(rejected):.3f} and on"
-    assert worst < 0.03
+    runs.figures["caches after partial acceptance"] = f"{len(compared)} steps, worst row {max(apart):.4f}, a rejected row {min(rejected):.3f} and on"
+    assert all(seen < 0.03 for seen in apart)  # NaN too fails
     assert min(rejected) > 0.3

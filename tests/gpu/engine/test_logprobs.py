@@ -128,9 +128,10 @@ def test_without_replay(runs, length):
 @reads("sm80-no-replay", "sm80")
 def test_a_batch_of_32(runs):
     """5 to 1,462 tokens at once: the best 20 of every token near those of the reference, which sees each request alone."""
-    worst = 0.0
+    worst = []
     for given, answer in list(zip(STEPS["mixed"]["prompts"], runs.answers("sm80-no-replay", "mixed")))[::5]:
         want = runs.reference("sm80-no-replay", given, answer).sort(-1, descending=True).values[:, :20]
-        worst = max(worst, rms(answer["logprobs"], want))
-    runs.figures["sm80-no-replay, batch of 32: worst request"] = f"rms {worst:.4f}"
-    assert worst < BOUND[3000]
+        worst.append(rms(answer["logprobs"], want))
+    runs.figures["sm80-no-replay, batch of 32: worst request"] = f"rms {max(worst):.4f}"
+    assert all(seen < BOUND[3000] for seen in worst), worst  # a NaN too fails, which `max` may pass over
+    assert all(answer["logprobs"].isfinite().all() for answer in runs.answers("sm80-no-replay", "mixed"))
