@@ -64,3 +64,27 @@ class _HostMemory:
 def card_view(pinned: torch.Tensor, device: str | torch.device = "cuda") -> torch.Tensor:
     """Pinned host memory, dense uint8, as a tensor of the card, which reads it by the same address; `pinned` must live on."""
     return torch.as_tensor(_HostMemory(pinned), device=device)
+
+
+def duplicate(given):
+    """The same inputs in memory of their own: values, strides and what shares a storage stay.
+
+    Args:
+        given: tensors, in dicts, lists and tuples of any depth; anything else is handed on as it is.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(value):
+        if isinstance(value, dict):
+            return {name: copy(each) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(copy(each) for each in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()
+        copied = storages[storage.data_ptr()]
+        return value.new_empty(0).set_(copied, value.storage_offset(), value.shape, value.stride())
+
+    return copy(given)
