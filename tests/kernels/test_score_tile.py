@@ -12,6 +12,8 @@ from vllm.ampere.kernels.indexer.score_tile import programs_a_row, words_are_ali
 from vllm.ampere.kernels.launch import unavailable
 from vllm.ampere.testing.compile_check import build
 
+from .operand_layouts import assert_decoded_before_the_exchange
+
 LAUNCHES = [launch for module in (mqa_logits, paged_mqa_logits, candidate_mqa_logits) for launch in module.COMPILES]
 needs_triton = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -21,10 +23,7 @@ needs_triton = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
 def test_a_tile_is_decoded_once_and_each_warp_adds_whole_tokens(launch):
     layouts = build(launch, "sm80").layouts
-    # Two halves in a register: operands are loaded as matrices, without bank conflicts.
-    assert set(re.findall(r"dot_op<.*?kWidth = (\d+)", layouts)) == {"2"}
-    operands = [line for line in layouts.splitlines() if "dot_op<" in line]
-    assert not [line for line in operands if re.search(r" = (arith|tt\.join|tt\.reshape)", line)]
+    assert_decoded_before_the_exchange(layouts)
     # All warps along the keys: the heads of a token are added in one order, whatever is beside them.
     assert set(re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", layouts)) == {(str(launch.num_warps), "1")}
     assert len(re.findall(r"tt\.dot ", layouts)) == launch.constexprs.get("TOKENS", 1)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split rule of sparse attention, pinned: how many programs a decode step starts is part of its numerics."""
+"""The split rule of sparse attention, pinned: how many programs a decode step starts is part of its numerics; and what the
+compiler makes of a tile."""
 
 import pytest
 
 from vllm.ampere.arch import SM80, SM86
-from vllm.ampere.kernels.attention.sparse_mla_triton import split_count
+from vllm.ampere.kernels.attention.sparse_mla_triton import COMPILES, split_count
+from vllm.ampere.kernels.launch import unavailable
+from vllm.ampere.testing.compile_check import build
+
+from .operand_layouts import assert_decoded_before_the_exchange
 
 WINDOW, BOTH = 128, 128 + 512
 
@@ -37,3 +42,14 @@ def test_no_split_has_less_than_a_tile_and_no_step_more_programs_than_fill_the_c
             assert 1 <= splits <= BOTH // 16
             most = (4 if heads <= 8 else 2) * SM80.multiprocessors
             assert splits == 1 or splits * tokens * blocks <= most
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+@pytest.mark.parametrize("launch", COMPILES, ids=lambda launch: launch.name)
+def test_a_tile_is_decoded_once_and_staged_once(launch):
+    """One buffer of the tile's bfloat16 rows serves both products: shared memory is that, and the queries beside it."""
+    built = build(launch, "sm80")
+    assert_decoded_before_the_exchange(built.layouts)
+    rows, heads = launch.constexprs["BLOCK_N"], launch.constexprs["BLOCK_H"]
+    assert built.shared_bytes <= (rows + heads) * 512 * 2 <= 48 << 10
