@@ -9,14 +9,21 @@ import sys
 import pytest
 
 
+def interpreted(script: str) -> str:
+    """What a script beside this file prints; it must end well."""
+    path = pathlib.Path(__file__).with_name(script)
+    paths = os.pathsep.join([str(path.parents[2]), os.environ.get("PYTHONPATH", "")])
+    # vLLM hides Triton where it sees no GPU, unless told that the devices are masked.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
 @pytest.mark.vllm
 def test_references_equal_upstream_kernels():
-    script = pathlib.Path(__file__).with_name("upstream_kernels.py")
-    # vLLM hides Triton where it sees no GPU, unless told that the devices are masked.
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout + run.stderr
-    equal = dict(line.split(": ") for line in run.stdout.splitlines() if line.endswith(" tensors equal"))
+    said = interpreted("upstream_kernels.py")
+    equal = dict(line.split(": ") for line in said.splitlines() if line.endswith(" tensors equal"))
     assert set(equal) == {
         "combine_topk_swa", "compressor_pool", "compressor_insert", "gather_dequant", "topk_slots", "window_slots"
     }  # fmt: skip
@@ -25,12 +32,8 @@ def test_references_equal_upstream_kernels():
 
 @pytest.mark.vllm
 def test_drafts_equal_upstreams_loop():
-    script = pathlib.Path(__file__).with_name("upstream_draft_loop.py")
-    paths = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout + run.stderr
-    said = dict(line.split(": ") for line in run.stdout.splitlines() if " requests equal" in line)
+    lines = interpreted("upstream_draft_loop.py").splitlines()
+    said = dict(line.split(": ") for line in lines if " requests equal" in line)
     assert {name: int(count.split()[0]) for name, count in said.items()} == {
         "greedy reference": 10_000, "greedy triton-inside": 10_000, "greedy triton": 200, "noise": 32,
     }  # fmt: skip
@@ -38,8 +41,4 @@ def test_drafts_equal_upstreams_loop():
 
 @pytest.mark.vllm
 def test_upstreams_router_gives_image_tokens_their_own_bias():
-    script = pathlib.Path(__file__).with_name("upstream_router.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "router: 45 image tokens equal" in run.stdout
+    assert "router: 45 image tokens equal" in interpreted("upstream_router.py")

@@ -45,6 +45,18 @@ def e4m3_words_to_half(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def e4m3_words_to_half_shuffled(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """As `e4m3_words_to_half`, but the codes of each word in the order 0, 2, 1, 3, in which they lie in registers.
+
+    For both operands of a dot, which may add its products in any order that is the same for both.
+    """
+    even, odd = _halves_of_bytes_0_and_2(words), _halves_of_bytes_0_and_2(words >> 8)
+    lower = tl.join(even.to(tl.int16), odd.to(tl.int16))
+    upper = tl.join((even >> 16).to(tl.int16), (odd >> 16).to(tl.int16))
+    return tl.reshape(tl.join(lower, upper), (ROWS, WIDTH)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def e4m3_to_float(code):
     """uint8 E4M3 codes -> float32, exact; NaN for 0x7f and 0xff."""
     return e4m3_to_half(code).to(tl.float32) * 256.0
@@ -93,15 +105,3 @@ def power_of_two_byte(amax_bits):
 def inverse_scale(byte):
     """int32 UE8M0 bytes -> float32 2^(127-byte), the factor before encoding; 0.0 for 254 and 255."""
     return ue8m0_to_float(tl.maximum(254 - byte, 0))
-
-
-@triton.jit
-def e4m3_words_to_half_shuffled(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """As `e4m3_words_to_half`, but the codes of each word in the order 0, 2, 1, 3, in which they lie in registers.
-
-    For both operands of a dot, which may add its products in any order that is the same for both.
-    """
-    even, odd = _halves_of_bytes_0_and_2(words), _halves_of_bytes_0_and_2(words >> 8)
-    lower = tl.join(even.to(tl.int16), odd.to(tl.int16))
-    upper = tl.join((even >> 16).to(tl.int16), (odd >> 16).to(tl.int16))
-    return tl.reshape(tl.join(lower, upper), (ROWS, WIDTH)).to(tl.float16, bitcast=True)
