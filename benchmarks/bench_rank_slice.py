@@ -6,7 +6,8 @@
 The checkpoint is a config.json whose widths are a rank's share and whose weights are drawn on the card. Engram tables
 are left out: they belong to the host. Each mode is an engine of its own; both load side by side and are measured one at
 a time. A point is (requests, context tokens): every request prefills its own prompt, then all decode together. Each is
-run twice and the second run counts. With --dspark five drafts a step are made and verified, at `DSPARK_POINTS`.
+run twice, `LONG_POINTS` once, and the last run counts. With --dspark five drafts a step are made and verified, at
+`DSPARK_POINTS`.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from benchmarks import receipt  # noqa: E402
 
 TENSOR_PARALLEL = 8
 POINTS = [(1, 256), (8, 256), (32, 256), (1, 16_384), (8, 16_384), (1, 65_536)]
+# Their prefill takes up to a minute; they run once, since the points before them have met their kernels.
+LONG_POINTS = [(8, 65_536), (32, 65_536)]
 DSPARK_POINTS = [(1, 256)]
 DSPARK = {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
 DECODE_TOKENS = 48
@@ -105,7 +108,9 @@ def measure(llm, requests: int, context: int) -> dict:
 
     engine = llm.llm_engine
     drawn = random.Random(f"{requests}/{context}")
-    sampling = SamplingParams(temperature=0, max_tokens=DECODE_TOKENS, ignore_eos=True, detokenize=False)
+    # The first request decodes while the others prefill.
+    limit = DECODE_TOKENS + requests * context // OPTIONS["max_num_batched_tokens"]
+    sampling = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     for number in range(requests):
         tokens = [drawn.randrange(5, 4_000) for _ in range(context)]
@@ -117,7 +122,7 @@ def measure(llm, requests: int, context: int) -> dict:
             counts[output.request_id] = len(output.outputs[0].token_ids)
         if outputs and len(counts) == requests:
             prefill_s = prefill_s or time.perf_counter() - start
-            if max(counts.values()) < DECODE_TOKENS:
+            if max(counts.values()) < limit:
                 ends.append(time.perf_counter())
                 tokens.append(sum(counts.values()))
     token_s = (ends[-1] - ends[4]) / (tokens[-1] - tokens[4]) * requests
@@ -145,8 +150,9 @@ def child(folder: Path, options: dict, after: Callable = lambda llm: None, point
         measure(llm, 2, 600)
         after(llm)
         for requests, context in points:
-            measure(llm, requests, context)  # upstream compiles kernels at the first step of a size
-            after(llm)
+            if (requests, context) not in LONG_POINTS:
+                measure(llm, requests, context)  # upstream compiles kernels at the first step of a size
+                after(llm)
             found[f"bs{requests}-ctx{context}"] = measure(llm, requests, context) | {"extra": after(llm)}
     print("RESULT " + json.dumps(found), flush=True)
     os._exit(0)
@@ -169,7 +175,7 @@ def figures_of(found: dict[str, dict], modes: list[str], dspark: bool) -> list[d
         note(f"load/{mode}-weights-gib", gib, "GiB")
         if dspark and mode != "native":
             note("load/weights-gib", gib, "GiB")
-        for requests, context in DSPARK_POINTS if dspark else POINTS:
+        for requests, context in DSPARK_POINTS if dspark else POINTS + LONG_POINTS:
             seen, other = (found[each][f"bs{requests}-ctx{context}"] for each in (mode, first))
             step_s, other_s = (statistics.median(each["steps_s"]) for each in (seen, other))
             step = f"{'dspark' if dspark else 'decode'}-bs{requests}-ctx{label(context)}"
@@ -195,7 +201,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         drafts = arguments.name.endswith("-dspark")
-        return child(arguments.child, DSPARK if drafts else {}, points=DSPARK_POINTS if drafts else POINTS)
+        return child(arguments.child, DSPARK if drafts else {}, points=DSPARK_POINTS if drafts else POINTS + LONG_POINTS)
     if not arguments.output:
         parser.error("--output says where the receipt goes")
     with tempfile.TemporaryDirectory() as folder:

@@ -121,7 +121,7 @@ def test_a_preset_becomes_arguments(dry, release, tmp_path, name):
     }
     caches = {f"{name}_CACHE_DIR": str(tmp_path / "cache/vllm-ampere" / name.lower()) for name in ("TRITON", "TILELANG")}
     cut = {"VLLM_PP_LAYER_PARTITION": partition} if partition else {}
-    assert document["environment"] == {**cut, **caches, "VLLM_ENGINE_READY_TIMEOUT_S": "3600"}
+    assert document["environment"] == {**cut, **caches, "VLLM_ENGINE_READY_TIMEOUT_S": "3600", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     assert document["unset"] == []
 
 

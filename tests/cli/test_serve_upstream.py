@@ -97,7 +97,7 @@ def test_vllm_reads_every_variable():
 
     start = serving.launch(planned("a800-40g-x16-tp8-pp2"), "MODEL", Path("cache"), (), {}, NODE)
     read = {name for name in start.environment if name.startswith("VLLM_")}
-    assert read == {"VLLM_PP_LAYER_PARTITION", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_HOST_IP"}
+    assert read == {"VLLM_PP_LAYER_PARTITION", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_HOST_IP"}
     assert read <= envs.environment_variables.keys()
 
 

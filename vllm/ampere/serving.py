@@ -30,6 +30,9 @@ _FRONTEND = {
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 # 475 GiB from a network disk take longer than vLLM's ten minutes.
 _READY_SECONDS = 3600
+# A spawned process imports PyTorch and vLLM all over again, 16 s on a slow disk and a copy of them in memory for each rank; a
+# forked one has them. `vllm serve` spawns unless told; where CUDA or `--numa-bind` forbids a fork vLLM spawns all the same.
+STARTED_BY = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 # Other spellings that vLLM's parser takes for arguments of ours.
 ALIASES = {
     "-tp": "--tensor-parallel-size",
@@ -112,6 +115,7 @@ def launch(
         "TRITON_CACHE_DIR": str(cache / "vllm-ampere" / "triton"),
         "TILELANG_CACHE_DIR": str(cache / "vllm-ampere" / "tilelang"),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(_READY_SECONDS),
+        **STARTED_BY,
     }
     if node:
         wanted |= node.interface.variables

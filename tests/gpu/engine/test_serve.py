@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from vllm.ampere.serving import STARTED_BY
 from vllm.ampere.testing.engine import Server
 
 from .runs import DRAFTS, ENVIRONMENT, OPTIONS, believing, prompt
@@ -16,11 +17,11 @@ LATE = re.compile(r"(Triton|TileLang|CuTeDSL)[\w ]* (?:compilation|autotuning)[\
 
 @pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["plain", "dspark"])
 def test_start_and_late_compiles(runs, tmp_path, drafts):
-    """Warm caches, alone on the machine; then requests of many sizes, one by one and at once."""
+    """Warm caches, alone on the machine, started as `vllm-ampere serve` does; then requests of many sizes, one by one and at once."""
     runs.finish()
     options = {**OPTIONS, "skip_tokenizer_init": None, "disable_log_stats": None, "enable_prompt_tokens_details": True, "jit_monitor_verbose": True,
                "engram_config": None, "enforce_eager": None, **drafts}
-    env = {**ENVIRONMENT, **believing("sm80"), "TRITON_CACHE_DIR": str(runs.folder / "triton-sm80"), "CUDA_VISIBLE_DEVICES": "0",
+    env = {**ENVIRONMENT, **STARTED_BY, **believing("sm80"), "TRITON_CACHE_DIR": str(runs.folder / "triton-sm80"), "CUDA_VISIBLE_DEVICES": "0",
            "TRITON_INTERPRET": "0"}
     checkpoint = runs.checkpoint("parrot" if drafts else "pinned")
     with Server(checkpoint, tmp_path, options, env) as server:
@@ -36,4 +37,4 @@ def test_start_and_late_compiles(runs, tmp_path, drafts):
     late = sorted(set(LATE.findall(server.log.read_text())))
     runs.figures[f"serve, {'DSpark' if drafts else 'plain'}"] = f"healthy after {started_s:.1f} s, late compiles {late}"
     assert not late
-    assert started_s <= 35
+    assert started_s <= (60 if drafts else 35)
