@@ -12,19 +12,22 @@ from vllm.ampere.testing.compile_check import build
 from .operand_layouts import assert_decoded_before_the_exchange
 
 WINDOW, BOTH = 128, 128 + 512
+TILES = BOTH // 16
 
 
 @pytest.mark.parametrize("tokens, heads, keys, sm80, sm86", [
     (1, 8, BOTH, 40, 40),
     (1, 8, WINDOW, 8, 8),
     (1, 64, BOTH, 40, 40),
+    (2, 64, BOTH, 40, 40),
     (6, 8, BOTH, 40, 40),
-    (8, 16, BOTH, 27, 21),
-    (32, 8, BOTH, 13, 10),
+    (8, 8, BOTH, 40, 20),
+    (8, 16, BOTH, 20, 20),
+    (32, 8, BOTH, 10, 7),
     (32, 64, BOTH, 3, 2),
     (96, 64, WINDOW, 1, 1),
-    (108, 8, BOTH, 4, 3),
-    (109, 8, BOTH, 3, 3),
+    (108, 8, BOTH, 3, 2),
+    (109, 8, BOTH, 2, 2),
     (4096, 64, BOTH, 1, 1),
     (1, 8, 1, 1, 1),
     (1, 8, 0, 1, 1),
@@ -35,12 +38,14 @@ def test_split_rule(tokens, heads, keys, sm80, sm86):
     assert split_count(tokens, heads, keys, SM86.multiprocessors) == sm86
 
 
-def test_no_split_has_less_than_a_tile_and_no_step_more_programs_than_fill_the_card():
+def test_every_split_has_a_tile_and_no_step_more_programs_than_fill_the_card():
     for tokens in range(1, 300):
-        for heads, blocks in ((8, 1), (16, 1), (32, 1), (64, 2)):
+        for heads in (8, 16, 32, 64):
             splits = split_count(tokens, heads, BOTH, SM80.multiprocessors)
-            assert 1 <= splits <= BOTH // 16
-            most = (4 if heads <= 8 else 2) * SM80.multiprocessors
+            share = -(-TILES // splits)
+            assert share * (splits - 1) < TILES <= share * splits
+            blocks = -(-heads // (16 if tokens * heads <= 64 else 32))
+            most = (3 if heads <= 8 else 2) * SM80.multiprocessors
             assert splits == 1 or splits * tokens * blocks <= most
 
 

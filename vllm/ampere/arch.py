@@ -5,7 +5,7 @@ Figures are NVIDIA's (CUDA programming guide, compute capabilities table), not m
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import envs
 from .errors import UnsupportedDeviceError
@@ -67,7 +67,8 @@ def of_capability(major: int, minor: int) -> Architecture | None:
 def of_device(device) -> Architecture:
     """The architecture of a torch device: CPU for "cpu", else that of the CUDA device's capability.
 
-    `VLLM_AMPERE_ASSUME` makes every CUDA device count as the architecture it names.
+    `VLLM_AMPERE_ASSUME` makes every CUDA device count as the architecture it names, but for its multiprocessors: those
+    are the card's, which is there to be filled.
 
     Raises:
         UnsupportedDeviceError: the device is neither a CPU nor an Ampere card.
@@ -78,8 +79,12 @@ def of_device(device) -> Architecture:
     if device.type == "cpu":
         return CPU
     if device.type == "cuda":
-        assumed = envs.assumed_architecture()
-        found = ARCHITECTURES[assumed] if assumed else of_capability(*torch.cuda.get_device_capability(device))
+        if assumed := envs.assumed_architecture():
+            found = ARCHITECTURES[assumed]
+            if not torch.cuda.is_available():
+                return found
+            return replace(found, multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
+        found = of_capability(*torch.cuda.get_device_capability(device))
         if found is not None:
             return found
     raise UnsupportedDeviceError(f"no kernels of ours serve the device {device}", "use an Ampere card or the CPU")

@@ -24,6 +24,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
 _BLOCK_N = 16
 _NUM_WARPS = 4
+# Tokens times heads up to which a token's heads are spread over more programs.
+_FEW_HEADS = 64
 
 _RUN_TIME = ["stride_window_tok", "stride_compressed_tok", "window_width", "compressed_width", "tokens", "splits"]
 _LISTS = ["window_slots_ptr", "window_lens_ptr", "compressed_slots_ptr", "compressed_lens_ptr"]
@@ -174,13 +176,15 @@ def _sparse_mla_decode_kernel(
     tl.store(out_row + 448 + offs_64, (acc_rope * factor[None, :]).to(dtype), mask=is_head)
 
 
-def _block_h(heads: int) -> int:
-    """Heads of one program: 8, 16 or 32."""
+def _block_h(tokens: int, heads: int) -> int:
+    """Heads of one program.
+
+    A rank's 8 heads are one block. Of few tokens, many heads go in blocks of 16, more programs for a card that would
+    not fill; of many in blocks of 32, which decode each key half as often.
+    """
+    if tokens * heads <= _FEW_HEADS:
+        return min(16, max(8, triton.next_power_of_2(heads)))
     return min(32, max(8, triton.next_power_of_2(heads)))
-
-
-def _programs_per_multiprocessor(heads: int) -> int:
-    return 4 if heads <= 8 else 2
 
 
 def split_count(tokens: int, heads: int, keys: int, multiprocessors: int) -> int:
@@ -189,11 +193,17 @@ def split_count(tokens: int, heads: int, keys: int, multiprocessors: int) -> int
     Args:
         tokens, heads: sizes of the call, both at least 1.
         keys: entries of both lists, whether they count or not.
-        multiprocessors: of the architecture.
+        multiprocessors: of the card that is to be filled.
     """
-    programs = tokens * -(-heads // _block_h(heads))
-    most = _programs_per_multiprocessor(heads) * multiprocessors // programs
-    return max(1, min(-(-keys // _BLOCK_N), most))
+    programs = tokens * -(-heads // _block_h(tokens, heads))
+    most = max(1, _programs_per_multiprocessor(heads) * multiprocessors // programs)
+    tiles = max(1, -(-keys // _BLOCK_N))
+    share = -(-tiles // most)
+    return -(-tiles // share)
+
+
+def _programs_per_multiprocessor(heads: int) -> int:
+    return 3 if heads <= 8 else 2
 
 
 def attend(
@@ -224,7 +234,7 @@ def attend(
     if splits > 1:
         part = torch.empty(splits, tokens, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q.device)
-    block_h = _block_h(heads)
+    block_h = _block_h(tokens, heads)
     _sparse_mla_decode_kernel[(tokens * triton.cdiv(heads, block_h), splits)](
         q,
         sink,
@@ -299,9 +309,10 @@ COMPILES = tuple(
             "compressed_rows": "i32:16",
             **dict.fromkeys(_RUN_TIME, "i32"),
         },
-        {"HEADS": heads, "SPLIT": split, "BLOCK_H": _block_h(heads), "BLOCK_N": _BLOCK_N},
+        {"HEADS": heads, "SPLIT": split, "BLOCK_H": block_h, "BLOCK_N": _BLOCK_N},
         num_warps=_NUM_WARPS,
     )
     for heads in (8, 16, 32, 64)
+    for block_h in sorted({_block_h(1, heads), _block_h(4096, heads)})
     for split in (False, True)
 )

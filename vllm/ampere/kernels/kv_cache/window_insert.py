@@ -18,7 +18,7 @@ from ..triton_rope import load_pairs, load_turn, rotate_pairs
 from .reference import window_insert_ref
 from .triton_record import record_pointers
 
-_NUM_WARPS = 2
+_NUM_WARPS = 1
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
