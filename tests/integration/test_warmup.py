@@ -143,11 +143,16 @@ def test_every_draft_block_reaches_exactly_what_was_warmed(method, ranks):
     (288, 384, 6, False, 16),  # asked for by name
 ])
 def test_every_batch_that_the_experts_take_reaches_exactly_what_was_warmed(width, count, chosen, mapped, tokens):
-    """Whatever the rank holds, and wherever the batch begins in its tensors; ids as upstream's router makes them."""
+    """Whatever the rank holds, and wherever the batch begins in its tensors; ids as upstream's router makes them.
+
+    Experts are compiled while weights are loaded, when the model's dtype is torch's default.
+    """
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
     from vllm.ampere.expert_layout import down_inputs
     from vllm.ampere.integration.warmup import expert_calls
 
-    with recorded_launches() as warmed:
+    with recorded_launches() as warmed, set_default_torch_dtype(torch.bfloat16):
         for call in expert_calls(5120, width, chosen, mapped, tokens):
             launch(call.op, **call.inputs("cpu"))
     held = down_inputs(width)

@@ -94,8 +94,8 @@ def pad_down(layer) -> None:
 def decode_tokens(width: int, spread: bool) -> int:
     """Most tokens of a batch that `mxfp4_experts_decode` serves; Marlin serves larger ones.
 
-    By default those for which it is faster (`faster_up_to`). `VLLM_AMPERE_KERNELS` asks for Marlin always with
-    "mxfp4_experts_decode=upstream", and for the op where it can serve with the name of an implementation.
+    `VLLM_AMPERE_KERNELS` asks for Marlin alone with "mxfp4_experts_decode=upstream", and for all that the op can take
+    with one of its implementations; default is `faster_up_to`.
     """
     asked = envs.kernels().get(DECODE.name)
     if asked is None:

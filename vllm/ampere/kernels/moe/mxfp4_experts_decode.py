@@ -20,18 +20,18 @@ from .reference import mxfp4_experts_decode_ref
 ARRIVAL_COUNTERS = 1024
 
 
-def faster_up_to(intermediate: int, spread: bool) -> int:
+def faster_up_to(width: int, spread: bool) -> int:
     """Up to how many tokens this op takes less time than Marlin on the same memory: 1, or 0 where Marlin is faster.
 
     Args:
-        intermediate: width of the experts on this rank.
+        width: intermediate size of the experts on this rank.
         spread: whether whole experts are spread over ranks, so that few of a token's are here.
 
     Source: benchmarks/results/2026-11-30-kernels-4-h200.json, mxfp4_experts/*/vs-marlin-least-padding, Marlin's time over
         this one's for one token: 1.249 at 288 wide (TP8), 1.110 at 576 (TP4), 0.953 at 1,152 (TP2), 1.884 at 2,304 spread
         over eight ranks (EP8). For six tokens it is 0.982 at most, for 16 0.683.
     """
-    return int(spread or intermediate <= 576)
+    return int(spread or width <= 576)
 
 
 def mxfp4_experts_decode(
@@ -113,7 +113,7 @@ def _inputs(sizes, generator, device):
         "w13_scale": scales(experts, dim // 32, 2 * inner),
         "w2": words(experts, held // 16, 2 * dim),
         "w2_scale": w2_scale,
-        "topk_weights": torch.rand(tokens, k, generator=generator).to(device),
+        "topk_weights": torch.rand(tokens, k, generator=generator, dtype=torch.float32).to(device),
         "topk_ids": (order - int(ranks == 1)).int().contiguous().to(device),
         "out": torch.full((tokens, dim), torch.nan, dtype=torch.bfloat16, device=device),
         "arrived": torch.zeros(ARRIVAL_COUNTERS, dtype=torch.int32, device=device),
