@@ -41,7 +41,7 @@ class Family:
 
 FAMILIES = {
     "mhc": Family("mhc_post_pre=triton", ""),
-    "experts": Family("mxfp4_experts_decode=triton", ""),
+    "experts": Family("", "mxfp4_experts_decode=upstream"),
     "sampler": Family("", "markov_sampler=upstream", DSPARK),
 }
 

@@ -32,6 +32,7 @@ from vllm.ampere.testing.compare import assert_close
 from tests.integration.test_gate import on_card  # noqa: F401
 
 LIMIT = 10.0
+DECODE = experts.DECODE.name
 # Marlin stores gate and up, and each expert's row, in bfloat16.
 MARLIN = Tolerance(1e-2, 1e-1)
 
@@ -204,9 +205,9 @@ def on_stand_ins(monkeypatch):
     assert len(ordered) == len(calls) and all(block == routing[4] for block, routing in zip(calls, ordered))
 
 
-def applied(layer, given, expert_map=None, asked=None, hook=None):
+def applied(layer, given, expert_map=None, hook=None):
     ours = experts.AmpereMarlinExperts.__new__(experts.AmpereMarlinExperts)
-    ours.moe_config, ours.post_gemm2_hook = config(), hook
+    ours.moe_config, ours.post_gemm2_hook = config(intermediate=layer.w13_weight.shape[2] // 4), hook
     ours.quant_config = SimpleNamespace(w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale)
     ours.activation_config = ApplyMoEActivationConfig(clamp_limit=LIMIT)
     layer.expert_map = expert_map
@@ -221,19 +222,55 @@ def applied(layer, given, expert_map=None, asked=None, hook=None):
     return out
 
 
-@pytest.mark.parametrize("asked", ["", "mxfp4_experts_decode=reference"])
+@pytest.mark.parametrize("tokens, asked, marlin", [
+    (1, "", False), (2, "", True), (7, "", True), (7, f"{DECODE}=reference", False), (1, f"{DECODE}=upstream", True),
+])
 @pytest.mark.parametrize("intermediate", [64, 96])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_layer_equals_the_plain_experts(method, on_stand_ins, monkeypatch, intermediate, mapped, asked):
+def test_layer_equals_the_plain_experts(method, on_stand_ins, monkeypatch, intermediate, mapped, tokens, asked, marlin):
     """On workspaces of NaN: Marlin is never fed or asked for a row or column that nobody wrote."""
     monkeypatch.setenv("VLLM_AMPERE_KERNELS", asked)
     _, layer, given = method(4, 128, intermediate)
-    given["topk_ids"] = torch.rand(7, 8 if mapped else 4).argsort(-1)[:, :3].int().contiguous()
+    given |= {name: given[name][:tokens] for name in ("x", "topk_weights")}
+    given["topk_ids"] = torch.rand(tokens, 8 if mapped else 4).argsort(-1)[:, :3].int().contiguous()
     owner = torch.tensor([-1, 2, -1, 0, 3, -1, 1, -1], dtype=torch.int32) if mapped else None
     local = owner[given["topk_ids"].long()] if mapped else given["topk_ids"]
     want = mxfp4_experts_ref(**given | {"topk_ids": local})
     assert_close(applied(layer, given, owner), want, MARLIN)
-    assert on_stand_ins == ([] if asked else [8])
+    assert on_stand_ins == ([8] if marlin else [])
+
+
+@pytest.mark.parametrize("asked, width, mapped, most", [
+    ("", 288, False, 1), ("", 576, False, 1), ("", 1152, False, 0), ("", 2304, True, 1), ("mhc_post_pre=triton", 288, False, 1),
+    (f"{DECODE}=upstream", 288, False, 0), (f"{DECODE}=upstream", 2304, True, 0), (f"{DECODE}=triton", 1152, False, 16),
+])
+def test_who_serves_a_batch(monkeypatch, asked, width, mapped, most):
+    """And what a layer prepares for it when it is loaded: the counters, and one compilation of what it will launch."""
+    served, compiled = [], []
+    monkeypatch.setenv("VLLM_AMPERE_KERNELS", asked)
+    monkeypatch.setattr(experts, "mxfp4_experts_decode", lambda x, *rest: served.append((len(x), "ours")))
+    monkeypatch.setattr(experts, "marlin_experts", lambda x, *rest: served.append((len(x), "Marlin")))
+    monkeypatch.setattr(experts.warmup, "compile_experts", lambda *shape: compiled.append(shape))
+    ours = experts.AmpereMarlinExperts.__new__(experts.AmpereMarlinExperts)
+    ours.moe_config, ours.post_gemm2_hook = config(5120, width), None
+    scale = torch.empty(0, dtype=torch.uint8)
+    ours.quant_config = SimpleNamespace(w1_scale=scale, w2_scale=scale)
+    ours.activation_config = ApplyMoEActivationConfig(clamp_limit=LIMIT)
+    expert_map = torch.zeros(8, dtype=torch.int32) if mapped else None
+    ours.process_weights_after_loading(SimpleNamespace(w2_weight=scale, expert_map=expert_map))
+    assert compiled == ([(5120, width, 3, mapped, most)] if most else [])
+    assert (ours._arrived is None) == (not most)
+    assert not most or torch.equal(ours._arrived, torch.zeros(1024, dtype=torch.int32))
+
+    def apply(tokens, weigh_input=False):
+        ours.apply(scale, torch.empty(tokens, 0), scale, scale, scale, scale, MoEActivation.SILU, 8, expert_map, None, None,
+                   scale, scale, None, weigh_input)
+
+    for tokens in range(1, 19):
+        apply(tokens)
+    assert served == [(tokens, "ours" if tokens <= most else "Marlin") for tokens in range(1, 19)]
+    apply(1, weigh_input=True)
+    assert served[-1] == (1, "Marlin")
 
 
 def test_a_consumer_of_unweighted_rows_is_refused(method, on_stand_ins):

@@ -8,7 +8,7 @@ pytest.importorskip("vllm.platforms", reason="needs the engine environment, .ven
 
 from vllm.ampere.errors import SelectionError
 from vllm.ampere.integration import verify
-from vllm.ampere.kernels.registry import all_ops
+from vllm.ampere.kernels.registry import Op, all_ops
 
 
 def test_the_cpu_has_every_op_of_the_engine():
@@ -54,6 +54,21 @@ def test_the_engine_calls_no_op_beyond_the_list():
         for name in line.partition(" import ")[2].split(",")
     }
     assert imported & all_ops().keys() == {*verify.ENGINE_OPS, *verify.SWITCHED_OPS}
+
+
+@pytest.mark.parametrize("value, ours", [
+    ("", {"markov_sampler", "mxfp4_experts_decode"}),
+    ("mxfp4_experts_decode=upstream", {"markov_sampler"}),
+    ("markov_sampler=upstream,mhc_post_pre=triton", {"mhc_post_pre", "mxfp4_experts_decode"}),
+    ("mxfp4_experts_decode=triton", {"markov_sampler", "mxfp4_experts_decode"}),
+])
+def test_what_is_required_is_what_serves(monkeypatch, value, ours):
+    """Of the ops that have a rival upstream those whose place ours take, by default or on request."""
+    chosen = []
+    monkeypatch.setenv("VLLM_AMPERE_KERNELS", value)
+    monkeypatch.setattr(Op, "choose_for", lambda op, architecture: chosen.append((op.name, architecture)))
+    verify.require_kernels("sm80")
+    assert sorted(chosen) == sorted((name, "sm80") for name in (*verify.ENGINE_OPS, *ours))
 
 
 @pytest.mark.parametrize("load_format, refused", [("auto", True), ("safetensors", True), ("dummy", False)])

@@ -137,6 +137,45 @@ def test_every_draft_block_reaches_exactly_what_was_warmed(method, ranks):
     assert served == warmed and len(served) == (2 if method == "greedy" else 1)
 
 
+@pytest.mark.parametrize("width, count, chosen, mapped, tokens", [
+    (288, 384, 6, False, 1), (576, 384, 6, False, 1), (2304, 48, 6, True, 1),  # TP8, TP4, EP8
+    (288, 128, 3, False, 1), (2304, 16, 3, True, 1),  # their drafts
+    (288, 384, 6, False, 16),  # asked for by name
+])
+def test_every_batch_that_the_experts_take_reaches_exactly_what_was_warmed(width, count, chosen, mapped, tokens):
+    """Whatever the rank holds, and wherever the batch begins in its tensors; ids as upstream's router makes them.
+
+    Experts are compiled while weights are loaded, when the model's dtype is torch's default.
+    """
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from vllm.ampere.expert_layout import down_inputs
+    from vllm.ampere.integration.warmup import expert_calls
+
+    with recorded_launches() as warmed, set_default_torch_dtype(torch.bfloat16):
+        for call in expert_calls(5120, width, chosen, mapped, tokens):
+            launch(call.op, **call.inputs("cpu"))
+    held = down_inputs(width)
+    weights = {  # never touched: the launches are recorded
+        "w13": torch.empty(count, 320, 4 * width, dtype=torch.int32),
+        "w13_scale": torch.empty(count, 160, 2 * width, dtype=torch.uint8),
+        "w2": torch.empty(count, held // 16, 10_240, dtype=torch.int32),
+        "w2_scale": torch.empty(count, held // 32, 5120, dtype=torch.uint8),
+    }
+    with recorded_launches() as served:
+        for rows in range(1, tokens + 1):
+            for first in range(5):
+                def sliced(columns, dtype):
+                    return torch.empty(first + rows, columns, dtype=dtype)[first:]
+
+                launch("mxfp4_experts_decode", x=sliced(5120, torch.bfloat16), **weights, out=sliced(5120, torch.bfloat16),
+                       topk_weights=sliced(chosen, torch.float32), topk_ids=sliced(chosen, torch.int32),
+                       arrived=torch.zeros(1024, dtype=torch.int32), limit=10.0,
+                       expert_map=torch.empty(3 * count, dtype=torch.int32) if mapped else None)
+    names = {name for name, _ in served}
+    assert served == warmed and names == {"_experts_gate_up_kernel", "_experts_down_kernel"}
+
+
 def test_every_batch_and_context_reaches_exactly_what_was_warmed():
     from vllm.ampere.integration.warmup import KERNELS
 

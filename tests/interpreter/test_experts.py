@@ -73,6 +73,27 @@ def test_weights_of_experts_elsewhere_do_not_matter(device):
     assert_same_bits(run(given, device), want)
 
 
+def with_traps(op, given, device):
+    """(what the reference, the kernels write), where an entry before the map and its last name an expert here: what
+    id -1 would read."""
+    given["expert_map"][-1] = 0
+    want = produce(op, op.reference, given | {"out": given["out"].clone()})
+    fresh = moved(given | {"out": given["out"].clone()}, device)
+    fresh["expert_map"] = torch.cat([fresh["expert_map"][-1:], fresh["expert_map"]])[1:]
+    got = produce(op, op.implementations[0].function, fresh)
+    return want, {n: t.cpu() for n, t in got.items()}
+
+
+def test_padding_rows_choose_no_expert(device):
+    """Upstream's router gives -1 to the padding of a graph, and captures every graph as padding alone."""
+    for tokens in (1, 9):
+        given = sized(19, T=tokens, E=4, K=2, R=2)
+        given["topk_ids"][-1] = -1
+        want, got = with_traps(OP, given, device)
+        assert_parity(OP, got, want, f"{tokens} tokens")
+        assert not got["out"][-1].any() and got["out"][:-1].any() == (tokens > 1)
+
+
 def test_nan_stays_in_its_token(device):
     given = sized(15, T=6, E=4, K=2, D=256)
     given["topk_ids"] = given["topk_ids"].clamp(0, 3)
@@ -116,3 +137,12 @@ def test_activation_rows_of_other_ranks_are_left_alone(device):
         got = produce(op, op.implementations[0].function, fresh)
         assert_parity(op, {n: t.cpu() for n, t in got.items()}, want)
     assert want["out"].isnan().any(1).sum() == (given["expert_map"][given["topk_ids"].long()] < 0).sum() > 0
+
+
+def test_activation_rows_of_padding_are_left_alone(device):
+    op = clamped_swiglu.OP
+    given = op.cases[3].inputs(20)
+    given["topk_ids"][::2] = -1
+    want, got = with_traps(op, given, device)
+    assert_parity(op, got, want)
+    assert got["out"][::2].isnan().all() and not got["out"][1::2].isnan().all()

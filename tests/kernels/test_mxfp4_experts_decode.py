@@ -7,7 +7,7 @@ import torch
 from vllm.ampere.errors import ContractError
 from vllm.ampere.kernels.launch import unavailable
 from vllm.ampere.kernels.moe.marlin_layout import unpack, unpack_scales
-from vllm.ampere.kernels.moe.mxfp4_experts_decode import OP, mxfp4_experts_decode
+from vllm.ampere.kernels.moe.mxfp4_experts_decode import MAX_TOKENS, OP, faster_up_to, mxfp4_experts_decode
 from vllm.ampere.kernels.moe.mxfp4_experts_triton import COMPILES, _splits
 from vllm.ampere.testing.compare import assert_close
 from vllm.ampere.testing.compile_check import build
@@ -95,6 +95,13 @@ def test_ids_of_64_bits_are_the_same():
 ])
 def test_splits_fill_the_card_and_leave_each_slot_a_group(programs, groups, splits):
     assert _splits(programs, groups, 108) == splits
+
+
+@pytest.mark.parametrize("width, spread, tokens", [
+    (288, False, 1), (576, False, 1), (608, False, 0), (1152, False, 0), (2304, False, 0), (2304, True, 1), (288, True, 1),
+])
+def test_one_token_is_taken_from_marlin_where_that_was_faster(width, spread, tokens):
+    assert faster_up_to(width, spread) == tokens <= MAX_TOKENS
 
 
 @pytest.mark.compile

@@ -10,6 +10,7 @@ import math
 import torch
 import vllm._custom_ops as ops
 from torch.nn.functional import pad
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -24,10 +25,12 @@ from vllm.scalar_type import scalar_types
 from .. import envs
 from ..expert_layout import GROUP, down_inputs, fits
 from ..kernels.moe.clamped_swiglu import clamped_swiglu
-from ..kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS, MAX_TOKENS, mxfp4_experts_decode
+from ..kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS, MAX_TOKENS, faster_up_to, mxfp4_experts_decode
 from ..kernels.moe.mxfp4_experts_decode import OP as DECODE
 from . import warmup
 from .experts import order_by_token
+
+logger = init_logger(__name__)
 
 # Marlin packs eight 4-bit values in a word and 16 inputs in a row of words.
 _PACKED_INPUTS = 16
@@ -88,23 +91,35 @@ def pad_down(layer) -> None:
         replace_parameter(layer, "w2_weight_scale", padded)
 
 
+def decode_tokens(width: int, spread: bool) -> int:
+    """Most tokens of a batch that `mxfp4_experts_decode` serves; Marlin serves larger ones.
+
+    `VLLM_AMPERE_KERNELS` asks for Marlin alone with "mxfp4_experts_decode=upstream", and for all that the op can take
+    with one of its implementations; default is `faster_up_to`.
+    """
+    asked = envs.kernels().get(DECODE.name)
+    if asked is None:
+        return faster_up_to(width, spread)
+    return 0 if asked == "upstream" else MAX_TOKENS
+
+
 class AmpereMarlinExperts(MarlinExperts):
     """Two Marlin products with our activation between them: w1 has pairs of gate and up, w2 padded inputs.
 
-    With `VLLM_AMPERE_KERNELS=mxfp4_experts_decode=triton`, `mxfp4_experts_decode` serves up to 16 tokens in their place
-    and from the same memory. It is the faster one for a single token (docs/en/kernels/experts.md); no engine has run
-    with it on a card, so Marlin is the default.
+    `mxfp4_experts_decode` serves batches of up to `decode_tokens` in their place and from the same memory.
     """
 
     def process_weights_after_loading(self, layer) -> None:
-        self._arrived = None
-        if DECODE.name in envs.kernels():
+        config, spread = self.moe_config, layer.expert_map is not None
+        width = config.intermediate_size_per_partition
+        self._arrived, self._decode_tokens = None, decode_tokens(width, spread)
+        if self._decode_tokens:
             self._arrived = torch.zeros(ARRIVAL_COUNTERS, dtype=torch.int32, device=layer.w2_weight.device)
-            config = self.moe_config
-            warmup.compile_experts(
-                config.hidden_dim, config.intermediate_size_per_partition, config.experts_per_token,
-                layer.expert_map is not None,
-            )  # fmt: skip
+            warmup.compile_experts(config.hidden_dim, width, config.experts_per_token, spread, self._decode_tokens)
+        logger.info_once(
+            "Routed experts, %d wide%s: %s up to %d tokens, Marlin beyond",
+            width, " and spread" if spread else "", DECODE.name, self._decode_tokens,
+        )  # fmt: skip
 
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
@@ -114,7 +129,7 @@ class AmpereMarlinExperts(MarlinExperts):
             raise NotImplementedError("a consumer of unweighted expert rows is not served on Ampere")
         tokens, limit = len(hidden_states), self.activation_config.clamp_limit
         limit = math.inf if limit is None else limit
-        if self._arrived is not None and tokens <= MAX_TOKENS and not apply_router_weight_on_input:
+        if self._arrived is not None and tokens <= self._decode_tokens and not apply_router_weight_on_input:
             mxfp4_experts_decode(
                 hidden_states, w1, self.w1_scale.view(torch.uint8), w2, self.w2_scale.view(torch.uint8), topk_weights,
                 topk_ids, output, self._arrived, limit, expert_map,

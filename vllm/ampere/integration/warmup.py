@@ -16,7 +16,6 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms import current_platform
 
 from ..kernels.indexer.candidate_topk_triton import chunk_entries
-from ..kernels.moe.mxfp4_experts_decode import MAX_TOKENS
 from ..kernels.registry import Case, all_ops
 from .mhc import asked as boundary_asked
 from .spec_decode import upstream_asked
@@ -189,13 +188,18 @@ def register(layer, vllm_config) -> None:
     mhc._MHC_POST_TILELANG_KERNEL.register_warmup(hidden_size=hidden, hc_mult=streams)
 
 
+def expert_calls(hidden: int, width: int, chosen: int, spread: bool, most_tokens: int) -> list[Call]:
+    """The calls that compile `mxfp4_experts_decode` for experts of a shape and up to so many tokens."""
+    sizes = {"E": chosen, "D": hidden, "I": width, "K": chosen, "R": 1 + spread}
+    return [_call("mxfp4_experts_decode", T=tokens, **sizes) for tokens in range(1, most_tokens + 1)]
+
+
 @functools.cache
-def compile_experts(hidden: int, intermediate: int, chosen: int, mapped: bool) -> None:
-    """Compile `mxfp4_experts_decode` for experts of this shape, at once: the draft's load under no registry."""
+def compile_experts(*shape) -> None:
+    """Make the calls of `expert_calls(*shape)`, at once: the draft's experts load under no registry."""
     if current_platform.is_cuda():
-        sizes = {"E": chosen, "D": hidden, "I": intermediate, "K": chosen, "R": 1 + mapped}
-        for tokens in range(1, MAX_TOKENS + 1):
-            _call("mxfp4_experts_decode", T=tokens, **sizes).run(current_platform.device_type)
+        for call in expert_calls(*shape):
+            call.run(current_platform.device_type)
 
 
 def register_shadow(shadow) -> None:

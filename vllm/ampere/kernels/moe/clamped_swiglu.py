@@ -35,7 +35,8 @@ def _clamped_swiglu_kernel(
     row = tl.program_id(0).to(tl.int64)
     here = True
     if MAPPED:
-        here = tl.load(expert_map_ptr + tl.load(topk_ids_ptr + row)) >= 0
+        expert = tl.load(topk_ids_ptr + row)
+        here = tl.load(expert_map_ptr + expert, expert >= 0, other=-1) >= 0
     if here:
         offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         pairs = tl.load(gate_up_ptr.to(tl.pointer_type(tl.uint32)) + row * I + offs, offs < I, other=0)
@@ -85,7 +86,8 @@ def clamped_swiglu(
         gate_up: bfloat16 [R, 2*I], dense: gate 0, up 0, gate 1, up 1, ...
         out: bfloat16 [R, P], dense, written in place.
         limit: clamp of the gate from above and of the up projection from both sides.
-        topk_ids: int32 or int64 [R], the expert of each row, in [0, X); given where `expert_map` is.
+        topk_ids: int32 or int64 [R], the expert of each row, below X; negative: a row of padding, which is left as it
+            is. Given where `expert_map` is.
         expert_map: int32 [X], negative for an expert of another rank, whose rows are left as they are.
         implementation: one asked for by name; default is the best for the device.
 

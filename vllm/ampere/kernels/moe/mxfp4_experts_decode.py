@@ -20,6 +20,20 @@ from .reference import mxfp4_experts_decode_ref
 ARRIVAL_COUNTERS = 1024
 
 
+def faster_up_to(width: int, spread: bool) -> int:
+    """Up to how many tokens this op takes less time than Marlin on the same memory: 1, or 0 where Marlin is faster.
+
+    Args:
+        width: intermediate size of the experts on this rank.
+        spread: whether whole experts are spread over ranks, so that few of a token's are here.
+
+    Source: benchmarks/results/2026-11-30-kernels-4-h200.json, mxfp4_experts/*/vs-marlin-least-padding, Marlin's time over
+        this one's for one token: 1.249 at 288 wide (TP8), 1.110 at 576 (TP4), 0.953 at 1,152 (TP2), 1.884 at 2,304 spread
+        over eight ranks (EP8). For six tokens it is 0.982 at most, for 16 0.683.
+    """
+    return int(spread or width <= 576)
+
+
 def mxfp4_experts_decode(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -48,11 +62,12 @@ def mxfp4_experts_decode(
         w2: int32 [E, 2*H, 2*D], MXFP4 in Marlin's layout; groups J and beyond are padding and not read.
         w2_scale: uint8 [E, H, D], UE8M0 in Marlin's order.
         topk_weights: float32 [T, K].
-        topk_ids: int32 or int64 [T, K]; without `expert_map` an id outside [0, E) is another rank's and adds nothing.
+        topk_ids: int32 or int64 [T, K]; a negative id adds nothing (padding), nor does, without `expert_map`, one from E
+            on (another rank's).
         out: bfloat16 [T, D], written in place; zero for a token without an expert here.
         arrived: int32 [C], zeros, and zeros again afterwards; calls that share it must not run at the same time.
         limit: clamp of the gate from above and of the up projection from both sides; 10 in the released model.
-        expert_map: int32 [X]: number on this rank of each expert in [0, X), negative for another rank's.
+        expert_map: int32 [X]: number on this rank of each expert, negative for another rank's; ids are below X.
         implementation: one asked for by name; default is the best for the device.
 
     Returns:
@@ -98,7 +113,7 @@ def _inputs(sizes, generator, device):
         "w13_scale": scales(experts, dim // 32, 2 * inner),
         "w2": words(experts, held // 16, 2 * dim),
         "w2_scale": w2_scale,
-        "topk_weights": torch.rand(tokens, k, generator=generator).to(device),
+        "topk_weights": torch.rand(tokens, k, generator=generator, dtype=torch.float32).to(device),
         "topk_ids": (order - int(ranks == 1)).int().contiguous().to(device),
         "out": torch.full((tokens, dim), torch.nan, dtype=torch.bfloat16, device=device),
         "arrived": torch.zeros(ARRIVAL_COUNTERS, dtype=torch.int32, device=device),

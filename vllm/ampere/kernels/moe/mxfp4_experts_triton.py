@@ -26,10 +26,10 @@ _WAVES, _MAX_SPLITS = 2, 4
 
 @triton.jit
 def _local_experts(ids_ptr, map_ptr, at, inside, MAPPED: tl.constexpr):
-    """Numbers of experts on this rank; negative or too large where the expert is another rank's."""
+    """Numbers of experts on this rank; negative or too large where the expert is another rank's or nobody's."""
     ids = tl.load(ids_ptr + at, inside, other=0).to(tl.int32)
     if MAPPED:
-        ids = tl.load(map_ptr + ids, inside, other=-1)
+        ids = tl.load(map_ptr + ids, inside & (ids >= 0), other=-1)
     return tl.where(inside, ids, -1)
 
 

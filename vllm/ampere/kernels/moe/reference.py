@@ -43,12 +43,17 @@ def _sum_of_experts(x, experts, matrices, topk_weights, topk_ids, limit):
     return out.to(x.dtype)
 
 
+def _local_experts(ids, expert_map):
+    """Numbers on this rank; negative for experts of others, and for the negative ids of padding."""
+    return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])
+
+
 def clamped_swiglu_ref(gate_up, out, limit, topk_ids=None, expert_map=None):
     """See `clamped_swiglu`."""
     gate, up = gate_up.float().unflatten(1, (-1, 2)).unbind(-1)
     y = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     y = torch.nn.functional.pad(y, (0, out.shape[1] - y.shape[1])).to(out.dtype)
-    here = slice(None) if expert_map is None else expert_map[topk_ids.long()] >= 0
+    here = slice(None) if expert_map is None else _local_experts(topk_ids, expert_map) >= 0
     out[here] = y[here]
 
 
@@ -56,7 +61,7 @@ def mxfp4_experts_decode_ref(
     x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, out, arrived, limit, expert_map=None
 ):
     """See `mxfp4_experts_decode`."""
-    ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    ids = topk_ids if expert_map is None else _local_experts(topk_ids, expert_map)
     inner = w13_scale.shape[2] // 2
 
     def matrices(expert):
@@ -72,7 +77,7 @@ def expert_order_ref(order, ids, experts, padded, block_size, count, expert_map=
     """Fill each expert's places, one expert after the other."""
     own = ids.flatten().long()
     if expert_map is not None:
-        own = torch.where(own < 0, -1, expert_map[own.clamp_min(0)].long())
+        own = _local_experts(own, expert_map)
     owners = experts[: int(padded) // block_size].tolist()
     for expert in range(count):
         if expert in owners:
