@@ -32,7 +32,7 @@ TENSOR_PARALLEL = 8
 POINTS = [(1, 256), (8, 256), (32, 256), (1, 16_384), (8, 16_384), (1, 65_536)]
 # Their prefill takes up to a minute; they run once, since the points before them have met their kernels.
 LONG_POINTS = [(8, 65_536), (32, 65_536)]
-DSPARK_POINTS = [(1, 256)]
+DSPARK_POINTS = [(1, 256), (8, 256), (32, 256)]
 DSPARK = {"speculative_config": {"method": "dspark", "num_speculative_tokens": 5}}
 DECODE_TOKENS = 48
 # A share of the released model: heads, output groups, expert width and vocabulary are cut, hidden size and layers are not.

@@ -2,7 +2,9 @@
 """The rank slice's figures, from made-up times: which id holds which ratio."""
 
 from benchmarks import bench_rank_slice
-from benchmarks.bench_rank_slice import LOADED, POINTS, figures_of
+from benchmarks.bench_rank_slice import LOADED, LONG_POINTS, POINTS, figures_of
+
+ALL_POINTS = POINTS + LONG_POINTS
 
 
 def measured(step_s: float, prefill_s: float, points) -> dict:
@@ -16,7 +18,7 @@ def values(figures) -> dict[str, float]:
 
 
 def test_ratios_are_ours_over_stock():
-    found = {"native": measured(0.004, 2.0, POINTS), "sm80": measured(0.005, 3.0, POINTS)}
+    found = {"native": measured(0.004, 2.0, ALL_POINTS), "sm80": measured(0.005, 3.0, ALL_POINTS)}
     seen = values(figures_of(found, ["native", "sm80"], dspark=False))
     for point in ("decode-bs1-ctx256", "decode-bs8-ctx256", "decode-bs32-ctx256", "decode-bs1-ctx64k"):
         assert seen[f"{point}/vs-stock"] == 1.25 and seen[f"{point}/sm80-step"] == 5.0
@@ -26,7 +28,7 @@ def test_ratios_are_ours_over_stock():
 
 
 def test_without_upstreams_path_nothing_is_called_stock():
-    found = {"sm80": measured(0.004, 2.0, POINTS), "sm86": measured(0.004, 2.0, POINTS)}
+    found = {"sm80": measured(0.004, 2.0, ALL_POINTS), "sm86": measured(0.004, 2.0, ALL_POINTS)}
     seen = values(figures_of(found, ["sm80", "sm86"], dspark=False))
     assert seen["decode-bs1-ctx256/vs-sm80"] == 1.0 and not any("vs-stock" in name for name in seen)
 

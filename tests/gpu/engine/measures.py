@@ -32,6 +32,18 @@ def decided(got: torch.Tensor, want: torch.Tensor, gap: float = 0.3) -> float:
     return top1(got[clear], want[clear])
 
 
+def behind(got: torch.Tensor, other: torch.Tensor, want: torch.Tensor) -> float:
+    """By how many standard deviations `got` names the best token of `want` less often than `other` does.
+
+    Where the two best are nearly equal, rounding tosses a coin; tokens that one of the two names and the other does not are
+    such tosses, and their difference spreads as the root of their number.
+    """
+    best = want.argmax(-1)
+    ours, theirs = got.argmax(-1) == best, other.argmax(-1) == best
+    lost, won = (theirs & ~ours).sum().item(), (ours & ~theirs).sum().item()
+    return (lost - won) / max(1, lost + won) ** 0.5
+
+
 def common(tokens: list[int], others: list[int]) -> int:
     """How many tokens agree before the first that does not."""
     return next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), min(len(tokens), len(others)))
