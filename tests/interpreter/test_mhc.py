@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.interpreter.test_indexer import NAN, moved, triton_of
+from vllm.ampere.kernels.mhc import mhc_long_triton as long_batches
 from vllm.ampere.kernels.mhc import mhc_post_pre_triton as kernels
 from vllm.ampere.kernels.mhc.mhc_post_pre import OP
 from vllm.ampere.kernels.registry import Case
@@ -33,6 +34,20 @@ def test_few_and_many_tokens_and_the_models_entry(device, tokens, without):
     """Past one tile of each kind; without a mix the input is stream 0, without a weight it has no norm."""
     given = boundary(tokens, tokens, aux=not without)
     computed(given | ({without: None} if without else {}), device)
+
+
+@pytest.mark.parametrize("dim", [96, 72])
+@pytest.mark.parametrize("without", ["", "pre_mix", "norm_weight"])
+def test_long_batches(device, monkeypatch, dim, without):
+    """Expanded and projected by two kernels, here from the first token on; 72 leaves the last block of columns half full."""
+    monkeypatch.setattr(kernels, "_LONG", 0)
+    given = boundary(9, 9, dim, aux=not without)
+    given |= {without: None} if without else {}
+    whole = computed(given, device)
+    given = moved(given, device)
+    assert_same_bits({n: t.cpu() for n, t in produce(OP, triton_of(OP), given).items()}, whole)
+    first = produce(OP, triton_of(OP), given | {name: given[name][:5] for name in ROWS if name != without})
+    assert_same_bits({n: t.cpu() for n, t in first.items()}, {n: t[:5] for n, t in whole.items()})
 
 
 def test_strided_rows_and_tokens_of_zeros(device):
@@ -64,10 +79,9 @@ def test_same_bits_twice_and_in_batches_of_one_tiling(device, tokens, other):
 
 
 @pytest.mark.parametrize("dim", [96, 5120])
-def test_every_token_count_covers_all_dimensions_with_two_tiles(dim):
-    tiles = set()
-    for tokens in (*range(1, 3000), 8192, 16_384, 1 << 20):
-        tile, splits, steps = kernels._tiling(tokens, dim)
-        tiles.add(tile)
-        assert (splits - 1) * steps * tile.block < dim <= splits * steps * tile.block
-    assert tiles == {kernels.FEW, kernels.MANY}
+def test_splits_cover_a_token_and_fill_a_card(dim):
+    for tokens in (*range(257, 3000), 8192, 16_384, 1 << 20):
+        rows, share, splits = long_batches.splits_of(tokens, dim)
+        blocks = 4 * dim // 64
+        assert (splits - 1) * share < blocks <= splits * share and splits <= 32
+        assert -(-tokens // rows) * splits >= min(128, blocks)

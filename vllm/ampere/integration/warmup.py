@@ -139,10 +139,10 @@ class DraftKernels(AmpereKernels):
 
 
 class BoundaryKernels(AmpereKernels):
-    """What computes the boundary between two sublayers: a tile for few tokens, and one for many."""
+    """What computes the boundary between two sublayers: two tiles up to 256 tokens, two more for longer batches."""
 
     def get_warmup_keys(self, hidden: int) -> list[Call]:
-        return [_call("mhc_post_pre", T=tokens, D=hidden, aux=aux) for tokens in (1, 64) for aux in (False, True)]
+        return [_call("mhc_post_pre", T=tokens, D=hidden, aux=aux) for tokens in (1, 64, 512, 4096) for aux in (False, True)]
 
 
 class TokenLogprobs(VllmJitKernel[int]):

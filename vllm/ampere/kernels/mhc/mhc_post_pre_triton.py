@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhc_post_pre` in two launches: every stream value is read once and written once.
+"""`mhc_post_pre` in two launches up to 256 tokens: every stream value is read once and written once.
 
 At a decode step the bytes are the projection's: 24 x 20,480 float32 are 1.97 MB, beside 0.1 MB a token. So the first
 kernel spreads its columns over the card: a program expands some tokens in a few dimensions of all four streams, stores
@@ -13,8 +13,7 @@ products are exact there too and only their sum is rounded.
 The second kernel adds the partials in one order, always the same. One program a token makes the coefficients,
 Sinkhorn's iteration in registers; the others scale the collapsed input, 1024 dimensions each.
 
-How many programs share a token's columns follows the number of tokens (`_tiling`); apart from the two tiles, no
-binary does.
+Longer batches take two kernels in place of the first (`mhc_long_triton`).
 """
 
 from dataclasses import dataclass
@@ -22,8 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from ..launch import Launch, tl, triton
+from .mhc_long_triton import expand_and_project
 
+# Tokens of the longest batch that one kernel expands and projects.
+_LONG = 256
 _CHUNK = 1024
+# Partials that the second kernel has in flight: 160 programs write them for 5,120 dimensions, and at most 32 in a long batch.
+_AT_ONCE = (256, 32)
 _PARTIALS = 32  # columns: 24 products, the streams' squares, the collapsed input's squares, 6 unused
 _SQUARE, _COLLAPSED = tl.constexpr(24), tl.constexpr(25)
 _WARPS = 4
@@ -49,15 +53,15 @@ class Tile:
 FEW, MANY = Tile(4, 32, False, 2, 4, 1), Tile(64, 32, True, 1, 8, 2)
 
 
-@triton.jit(do_not_specialize=["tokens", "steps"])
+@triton.jit(do_not_specialize=["tokens"])
 def _mhc_post_project_kernel(
     y_ptr, streams_ptr, post_ptr, comb_ptr, fn_ptr, pre_mix_ptr, out_ptr, input_ptr, aux_ptr, partial_ptr,
     stride_y_tok, stride_streams_tok, stride_streams, stride_post_tok, stride_post, stride_comb_tok, stride_comb,
-    stride_fn, stride_pre_tok, tokens, steps,
+    stride_fn, stride_pre_tok, tokens,
     D: tl.constexpr, PRE: tl.constexpr, AUX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr, DOT: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Expand `ROWS` tokens in `steps` blocks of dimensions, project and collapse them."""
+    """Expand `ROWS` tokens in `BLOCK` dimensions, project and collapse them."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live, n = row < tokens, tl.arange(0, PARTIALS)
     token, some = row[:, None], live[:, None]
@@ -66,72 +70,72 @@ def _mhc_post_project_kernel(
         products = tl.zeros([ROWS, PARTIALS], tl.float32)
     else:
         products = tl.zeros([ROWS, PARTIALS, BLOCK], tl.float32)
-    square, collapsed_square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    for step in range(steps):
-        d = (tl.program_id(0) * steps + step) * BLOCK + tl.arange(0, BLOCK)
-        here = some & (d < D)[None, :]
-        x_ptr = streams_ptr + token * stride_streams_tok + d[None, :]
-        y = tl.load(y_ptr + token * stride_y_tok + d[None, :], here, other=0.0).to(tl.float32)
-        x0 = tl.load(x_ptr, here, other=0.0).to(tl.float32)
-        x1 = tl.load(x_ptr + stride_streams, here, other=0.0).to(tl.float32)
-        x2 = tl.load(x_ptr + 2 * stride_streams, here, other=0.0).to(tl.float32)
-        x3 = tl.load(x_ptr + 3 * stride_streams, here, other=0.0).to(tl.float32)
-        zero = tl.zeros([ROWS, BLOCK], tl.float32)
-        collapsed, total, squares = zero, zero, zero
-        for k in tl.range(0, 4, loop_unroll_factor=UNROLL):
-            mixed = tl.load(comb_ptr + k, some, other=0.0) * x0
-            mixed += tl.load(comb_ptr + stride_comb + k, some, other=0.0) * x1
-            mixed += tl.load(comb_ptr + 2 * stride_comb + k, some, other=0.0) * x2
-            mixed += tl.load(comb_ptr + 3 * stride_comb + k, some, other=0.0) * x3
-            mixed += tl.load(post_ptr + token * stride_post_tok + k * stride_post, some, other=0.0) * y
-            stream = mixed.to(tl.bfloat16)
-            tl.store(out_ptr + (token * 4 + k) * D + d[None, :], stream, here)
-            value = stream.to(tl.float32)
-            total += value
-            squares += value * value
-            if PRE:
-                collapsed += tl.load(pre_mix_ptr + token * stride_pre_tok + k, some, other=0.0) * value
-            else:
-                collapsed = tl.where(k == 0, value, collapsed)
-            columns = (n < 24)[:, None] & (d < D)[None, :]
-            fn = tl.load(fn_ptr + n[:, None] * stride_fn + k * D + d[None, :], columns, other=0.0)
-            if DOT:
-                high = fn.to(tl.bfloat16)
-                rest = fn - high.to(tl.float32)
-                middle = rest.to(tl.bfloat16)
-                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-                products = tl.dot(stream, tl.trans(low), products)
-                products = tl.dot(stream, tl.trans(middle), products)
-                products = tl.dot(stream, tl.trans(high), products)
-            else:
-                products += value[:, None, :] * fn[None, :, :]
-        square += tl.sum(squares, 1)
-        rounded = collapsed.to(tl.bfloat16)
-        tl.store(input_ptr + token * D + d[None, :], rounded, here)
-        collapsed_square += tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
-        if AUX:
-            tl.store(aux_ptr + token * D + d[None, :], (total * 0.25).to(tl.bfloat16), here)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = some & (d < D)[None, :]
+    x_ptr = streams_ptr + token * stride_streams_tok + d[None, :]
+    y = tl.load(y_ptr + token * stride_y_tok + d[None, :], here, other=0.0).to(tl.float32)
+    x0 = tl.load(x_ptr, here, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr + stride_streams, here, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + 2 * stride_streams, here, other=0.0).to(tl.float32)
+    x3 = tl.load(x_ptr + 3 * stride_streams, here, other=0.0).to(tl.float32)
+    zero = tl.zeros([ROWS, BLOCK], tl.float32)
+    collapsed, total, squares = zero, zero, zero
+    for k in tl.range(0, 4, loop_unroll_factor=UNROLL):
+        mixed = tl.load(comb_ptr + k, some, other=0.0) * x0
+        mixed += tl.load(comb_ptr + stride_comb + k, some, other=0.0) * x1
+        mixed += tl.load(comb_ptr + 2 * stride_comb + k, some, other=0.0) * x2
+        mixed += tl.load(comb_ptr + 3 * stride_comb + k, some, other=0.0) * x3
+        mixed += tl.load(post_ptr + token * stride_post_tok + k * stride_post, some, other=0.0) * y
+        stream = mixed.to(tl.bfloat16)
+        tl.store(out_ptr + (token * 4 + k) * D + d[None, :], stream, here)
+        value = stream.to(tl.float32)
+        total += value
+        squares += value * value
+        if PRE:
+            collapsed += tl.load(pre_mix_ptr + token * stride_pre_tok + k, some, other=0.0) * value
+        else:
+            collapsed = tl.where(k == 0, value, collapsed)
+        columns = (n < 24)[:, None] & (d < D)[None, :]
+        fn = tl.load(fn_ptr + n[:, None] * stride_fn + k * D + d[None, :], columns, other=0.0)
+        if DOT:
+            high = fn.to(tl.bfloat16)
+            rest = fn - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            products = tl.dot(stream, tl.trans(low), products)
+            products = tl.dot(stream, tl.trans(middle), products)
+            products = tl.dot(stream, tl.trans(high), products)
+        else:
+            products += value[:, None, :] * fn[None, :, :]
+    rounded = collapsed.to(tl.bfloat16)
+    tl.store(input_ptr + token * D + d[None, :], rounded, here)
+    if AUX:
+        tl.store(aux_ptr + token * D + d[None, :], (total * 0.25).to(tl.bfloat16), here)
     if not DOT:
         products = tl.sum(products, 2)
     partial_ptr += (tl.program_id(0).to(tl.int64) * tokens + row) * PARTIALS
     tl.store(partial_ptr[:, None] + n[None, :], products, some & (n < 24)[None, :])
-    tl.store(partial_ptr + _SQUARE, square, live)
-    tl.store(partial_ptr + _COLLAPSED, collapsed_square, live)
+    tl.store(partial_ptr + _SQUARE, tl.sum(squares, 1), live)
+    tl.store(partial_ptr + _COLLAPSED, tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1), live)
 
 
-@triton.jit(do_not_specialize=["tokens", "splits", "turns"])
+@triton.jit(do_not_specialize=["tokens", "splits", "chunks", "turns"])
 def _mhc_finish_kernel(
     partial_ptr, scale_ptr, base_ptr, weight_ptr, post_ptr, comb_ptr, pre_ptr, input_ptr,
-    rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, turns,
-    D: tl.constexpr, CHUNK: tl.constexpr, PARTIALS: tl.constexpr,
+    rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, chunks, turns,
+    D: tl.constexpr, CHUNK: tl.constexpr, PARTIALS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A token's coefficients (program 0), and its collapsed input normalised, a chunk each (the others)."""
+    """A token's coefficients (program 0), and its collapsed input normalised, a chunk each (the others).
+
+    Partials are `splits` of the products and `chunks` of the squares, of which AT_ONCE are asked for before any is added.
+    """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n, s = tl.arange(0, PARTIALS), tl.arange(0, 32)
-    partials = tl.zeros([32, PARTIALS], tl.float32)
-    for first in range(0, splits, 32):
+    n, s = tl.arange(0, PARTIALS), tl.arange(0, AT_ONCE)
+    partials = tl.zeros([AT_ONCE, PARTIALS], tl.float32)
+    held_by = tl.where(n < 24, splits, tl.where(n < 26, chunks, 0))
+    for first in range(0, tl.maximum(splits, chunks), AT_ONCE):
         at = (first + s).to(tl.int64)[:, None] * tokens + token
-        held = (first + s < splits)[:, None] & (n < 26)[None, :]
+        held = (first + s)[:, None] < held_by[None, :]
         partials += tl.load(partial_ptr + at * PARTIALS + n[None, :], held, other=0.0)
     sums = tl.sum(partials, 0)
     if part == 0:
@@ -176,13 +180,6 @@ def _source(mix, n, k, source):
     return row / tl.sum(row, 0)
 
 
-def _tiling(tokens: int, dim: int) -> tuple[Tile, int, int]:
-    """(tile, programs that share the columns, steps of each): enough programs for a card, then fewer partials."""
-    tile = FEW if tokens <= 32 else MANY
-    steps = 1 if tokens <= 256 else 4 if tokens <= 1024 else 16
-    return tile, triton.cdiv(dim, tile.block * steps), steps
-
-
 def mhc_post_pre_triton(
     y, streams, post, comb, fn, scale, base, pre_mix, norm_weight,
     rms_eps, pre_eps, sinkhorn_eps, post_alpha, sinkhorn_iters, norm_eps, capture_aux=False,
@@ -193,21 +190,27 @@ def mhc_post_pre_triton(
     aux = y.new_empty(tokens if capture_aux else 0, dim)
     mixes = [scale.new_empty(tokens, *shape) for shape in ((4, 1), (4, 4), (4,))]
     if tokens:
-        tile, splits, steps = _tiling(tokens, dim)
-        partial = scale.new_empty(splits, tokens, _PARTIALS)
-        pre = post if pre_mix is None else pre_mix
-        _mhc_post_project_kernel[(splits, triton.cdiv(tokens, tile.rows))](
-            y, streams, post, comb, fn, pre, out, layer_input, aux, partial,
-            y.stride(0), streams.stride(0), streams.stride(1), post.stride(0), post.stride(1), comb.stride(0),
-            comb.stride(1), fn.stride(0), pre.stride(0), tokens, steps, D=dim,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-            **tile.constants(capture_aux, pre_mix is not None),
-        )  # fmt: skip
+        if tokens > _LONG:
+            partial, splits, square_splits = expand_and_project(
+                y, streams, post, comb, fn, pre_mix, out, layer_input, aux, _PARTIALS
+            )
+        else:
+            tile = FEW if tokens <= 32 else MANY
+            splits = square_splits = triton.cdiv(dim, tile.block)
+            partial = scale.new_empty(splits, tokens, _PARTIALS)
+            pre = post if pre_mix is None else pre_mix
+            _mhc_post_project_kernel[(splits, triton.cdiv(tokens, tile.rows))](
+                y, streams, post, comb, fn, pre, out, layer_input, aux, partial,
+                y.stride(0), streams.stride(0), streams.stride(1), post.stride(0), post.stride(1), comb.stride(0),
+                comb.stride(1), fn.stride(0), pre.stride(0), tokens, D=dim,
+                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+                **tile.constants(capture_aux, pre_mix is not None),
+            )  # fmt: skip
         chunks = 0 if norm_weight is None else triton.cdiv(dim, _CHUNK)
         _mhc_finish_kernel[(tokens, 1 + chunks)](
             partial, scale, base, layer_input if norm_weight is None else norm_weight, *mixes, layer_input,
-            rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, sinkhorn_iters,
-            D=dim, CHUNK=_CHUNK, PARTIALS=_PARTIALS, num_warps=_WARPS,
+            rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, square_splits, sinkhorn_iters,
+            D=dim, CHUNK=_CHUNK, PARTIALS=_PARTIALS, AT_ONCE=_AT_ONCE[tokens > _LONG], num_warps=_WARPS,
         )  # fmt: skip
     post, comb, pre = mixes
     return out, post, comb, layer_input, pre, aux
@@ -219,13 +222,13 @@ _PROJECT = _TOKENS | {
     "fn_ptr": "*fp32:16", "pre_mix_ptr": "*fp32:16", "out_ptr": "*bf16:16", "input_ptr": "*bf16:16",
     "aux_ptr": "*bf16:16", "partial_ptr": "*fp32:16", "stride_y_tok": "i32:16", "stride_streams_tok": "i32:16",
     "stride_streams": "i32:16", "stride_post_tok": "i32", "stride_post": "i32", "stride_comb_tok": "i32:16",
-    "stride_comb": "i32", "stride_fn": "i32:16", "stride_pre_tok": "i32", "steps": "i32",
+    "stride_comb": "i32", "stride_fn": "i32:16", "stride_pre_tok": "i32",
 }  # fmt: skip
 _FINISH = _TOKENS | {
     "partial_ptr": "*fp32:16", "scale_ptr": "*fp32:16", "base_ptr": "*fp32:16", "weight_ptr": "*bf16:16",
     "post_ptr": "*fp32:16", "comb_ptr": "*fp32:16", "pre_ptr": "*fp32:16", "input_ptr": "*bf16:16",
     "rms_eps": "fp32", "pre_eps": "fp32", "sinkhorn_eps": "fp32", "post_alpha": "fp32", "norm_eps": "fp32",
-    "splits": "i32", "turns": "i32",
+    "splits": "i32", "chunks": "i32", "turns": "i32",
 }  # fmt: skip
 COMPILES = (
     *(
@@ -235,5 +238,11 @@ COMPILES = (
         )
         for tile in (FEW, MANY) for aux in (False, True)
     ),
-    Launch(_mhc_finish_kernel, _FINISH, {"D": 5120, "CHUNK": _CHUNK, "PARTIALS": _PARTIALS}, num_warps=_WARPS),
+    *(
+        Launch(
+            _mhc_finish_kernel, _FINISH, {"D": 5120, "CHUNK": _CHUNK, "PARTIALS": _PARTIALS, "AT_ONCE": at_once},
+            num_warps=_WARPS,
+        )
+        for at_once in _AT_ONCE
+    ),
 )  # fmt: skip
