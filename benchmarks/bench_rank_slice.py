@@ -222,16 +222,25 @@ def run_engines(folder: Path, script: str, engines: dict[str, dict]) -> dict[str
 
     Args:
         folder: with the config.json.
-        engines: name -> environment of its child, which is called with `--child FOLDER --name NAME`.
+        engines: name -> environment of its child, which is called with `--child FOLDER --name NAME`. Compiled kernels go
+            below `TRITON_CACHE_DIR`, if there is one, and else into the folder.
     """
     children = {}
     for name, variables in engines.items():
-        env = {"TRITON_CACHE_DIR": str(folder / f"triton-{variables.get('VLLM_AMPERE_ASSUME', 'native')}")} | variables
+        caches = Path(os.environ.get("TRITON_CACHE_DIR", folder))
+        env = {"TRITON_CACHE_DIR": str(caches / f"triton-{variables.get('VLLM_AMPERE_ASSUME', 'native')}")} | variables
         log = open(folder / f"{name}.log", "w+")
         command = [sys.executable, script, "--child", str(folder), "--name", name]
         children[name] = subprocess.Popen(command, env=os.environ | ENVIRONMENT | env, stdout=log, stderr=subprocess.STDOUT), log
-    while all(process.poll() is None for process, _ in children.values()):
-        time.sleep(0.5)
+    try:
+        while all(process.poll() is None for process, _ in children.values()):
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        for name, (process, log) in children.items():
+            process.kill()
+            log.seek(0)
+            print(f"{name}:\n" + "\n".join(log.read().splitlines()[-20:]))
+        raise
     failed = any(process.poll() for process, _ in children.values())
     found = {}
     for name, (process, log) in children.items():
