@@ -13,7 +13,7 @@ products are exact there too and only their sum is rounded.
 The second kernel adds the partials in one order, always the same. One program a token makes the coefficients,
 Sinkhorn's iteration in registers; the others scale the collapsed input, 1024 dimensions each.
 
-Longer batches take two kernels in place of the first (`mhc_long_triton`).
+Longer batches take three kernels in place of the first (`mhc_long_triton`).
 """
 
 from dataclasses import dataclass
