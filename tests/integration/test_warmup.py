@@ -15,10 +15,10 @@ from vllm.ampere.testing.engine import OPTIONS, run
 from vllm.ampere.testing.specialization import key, recorded_launches
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
-HEADS, INDEX_HEADS, TOPK, BLOCKS, BLOCK_SIZE, PAGE = 8, 32, 512, 2048, 8, 64
+INDEX_HEADS, TOPK, BLOCKS, BLOCK_SIZE, PAGE = 32, 512, 2048, 8, 64
 
 
-def layer(ratio: int, source: bool, write: bool | None):
+def layer(heads: int, ratio: int, source: bool, write: bool | None):
     """What the warm-up reads of an attention layer; one without an indexer if `write` is None."""
     selection = types.SimpleNamespace(
         candidate_blocks=torch.empty(1, BLOCKS, dtype=torch.int32), candidate_block_size=BLOCK_SIZE,
@@ -30,11 +30,11 @@ def layer(ratio: int, source: bool, write: bool | None):
         topk_indices_buffer=torch.empty(1, TOPK, dtype=torch.int32),
     )
     return types.SimpleNamespace(
-        n_local_heads=HEADS, compress_ratio=ratio, is_kv_source=source, indexer=None if write is None else indexer
+        n_local_heads=heads, compress_ratio=ratio, is_kv_source=source, indexer=None if write is None else indexer
     )
 
 
-LAYERS = (layer(0, False, None), layer(2, True, True), layer(1, True, False))
+LAYERS = ((0, False, None), (2, True, True), (1, True, False))
 
 
 def launch(name: str, **arguments) -> None:
@@ -45,7 +45,7 @@ def cache(page_rows: int, pages: int = 4) -> torch.Tensor:
     return torch.empty(pages, page_rows, 584, dtype=torch.uint8)
 
 
-def serve_attention(rows: int, first: int, requests: int) -> None:
+def serve_attention(heads: int, rows: int, first: int, requests: int) -> None:
     """Launches of a step's attention; its metadata is sliced at any row, as where prefill rows follow decode rows."""
 
     def sliced(*shape, dtype=torch.int32):
@@ -54,12 +54,12 @@ def serve_attention(rows: int, first: int, requests: int) -> None:
     positions, slots = sliced(dtype=torch.int64), sliced(dtype=torch.int64)
     table = torch.empty(requests, 17 + requests, dtype=torch.int32)
     rotary = torch.empty(64, 64)
-    q = sliced(HEADS, 512, dtype=torch.bfloat16)
+    q = sliced(heads, 512, dtype=torch.bfloat16)
     window = {"window_cache": cache(32), "window_slots": sliced(133), "window_lens": sliced()}
     selected = {"compressed_cache": cache(64), "compressed_slots": sliced(TOPK), "compressed_lens": sliced()}
     for op in ("sparse_mla_decode", "sparse_mla_prefill"):
         for lists in (window, window | selected):
-            launch(op, q=q, sink=torch.empty(HEADS), scale=0.1, **lists, out=torch.empty_like(q))
+            launch(op, q=q, sink=torch.empty(heads), scale=0.1, **lists, out=torch.empty_like(q))
     launch("inverse_rope", o=q, positions=positions, cos_sin=rotary)
     seq_lens, starts = torch.empty(requests + 3, dtype=torch.int32)[rows % 3:][:requests], torch.empty(requests + 1, dtype=torch.int32)
     gathered = torch.empty(requests, 40 + rows, 512, dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ def serve_attention(rows: int, first: int, requests: int) -> None:
         launch("combine_topk_swa", topk_rows=torch.empty(rows, TOPK, dtype=torch.int32), query_start=starts, seq_lens=seq_lens,
                gather_lens=seq_lens, window=128, ratio=ratio, topk=TOPK if ratio else 0, request_rows=40 + rows,
                compressed_rows=rows, out=lists)
-        launch("sparse_mla_rows", q=q, sink=torch.empty(HEADS), scale=0.1, rows=gathered.flatten(0, 1), indices=lists[0],
+        launch("sparse_mla_rows", q=q, sink=torch.empty(heads), scale=0.1, rows=gathered.flatten(0, 1), indices=lists[0],
                lens=lists[1], out=torch.empty_like(q))
     launch("gather_dequant", cache=cache(64), seq_lens=seq_lens, gather_lens=None, block_table=table, out=gathered, offset=0)
     latent, keys = sliced(512, dtype=torch.bfloat16), sliced(128, dtype=torch.bfloat16)
@@ -176,18 +176,19 @@ def test_every_batch_that_the_experts_take_reaches_exactly_what_was_warmed(width
     assert served == warmed and names == {"_experts_gate_up_kernel", "_experts_down_kernel"}
 
 
-def test_every_batch_and_context_reaches_exactly_what_was_warmed():
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_every_batch_and_context_reaches_exactly_what_was_warmed(heads):
     from vllm.ampere.integration.warmup import KERNELS
 
     with recorded_launches() as warmed:
         for each in LAYERS:
-            for call in KERNELS.get_warmup_keys(each):
+            for call in KERNELS.get_warmup_keys(layer(heads, *each)):
                 launch(call.op, **call.inputs("cpu"))
     with recorded_launches() as served:
         for rows in range(1, 34):
-            serve_attention(rows, rows % 5, 1 + rows % 3)
-        for rows in (60, 120, 200, 4097):
-            serve_attention(rows, 6, 16)
+            serve_attention(heads, rows, rows % 5, 1 + rows % 3)
+        for rows in (48, 60, 96, 120, 200, 4097):
+            serve_attention(heads, rows, 6, 16)
         for width in (1, 2, 15, 16, 100, 511, 513, 8191, 8193, 16_384, 65_537, 131_071, 200_000, 1 << 20):
             serve_index(1, 0, width)
             serve_index(7, 3, width)

@@ -64,12 +64,12 @@ def calls(layer) -> list[Call]:
         layer: an `AmpereDeepseekV4Attention`, its index cache bound.
     """
     heads, ratio = layer.n_local_heads, layer.compress_ratio
-    lists = {"T": 1, "H": heads, "W": 128, "K": _COLUMNS if ratio else 0, "P": _ROWS, "Q": _ROWS}
+    lists = {"H": heads, "W": 128, "K": _COLUMNS if ratio else 0, "P": _ROWS, "Q": _ROWS}
     found = [
         _call("inverse_rope", T=1, H=heads, M=_POSITIONS),
-        _call("sparse_mla_decode", **lists),  # one token: split, and merged
+        # Split and merged; then not split, which many decode tokens are not either. One token has blocks of fewer heads.
+        *(_call(op, T=tokens, **lists) for op in ("sparse_mla_decode", "sparse_mla_prefill") for tokens in (1, 8)),
         *(_call("merge_attn_states", S=splits, T=1, H=heads) for splits in (2, 4, 8, 16, 32, 64)),  # of more or fewer tokens
-        _call("sparse_mla_prefill", **lists),  # not split, which many decode tokens are not either
         _call("sparse_mla_rows", T=1, H=heads, N=_ROWS, L=_COLUMNS),
         _call("combine_topk_swa", lengths=(1,), C=_COLUMNS, ratio=ratio, window=128),
         _call("gather_dequant", lengths=(1,), P=_ROWS, tail=1),
