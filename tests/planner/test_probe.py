@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -126,9 +127,13 @@ def test_a_measurement_that_fails(monkeypatch, tmp_path):
 
 
 def test_a_measurement_that_hangs(monkeypatch, tmp_path):
-    monkeypatch.setattr(probe, "_SCRIPT", broken(tmp_path, "import time; time.sleep(1000)"))
-    with pytest.raises(AmpereError, match="the links were not measured in 1 s"):
-        probe.measure(parse("2x80"), device="cpu", limit_s=1)
+    """And leaves no rank behind."""
+    code = "import os, pathlib, time; pathlib.Path(__file__).with_name(f'{os.getpid()}.rank').touch(); time.sleep(1000)"
+    monkeypatch.setattr(probe, "_SCRIPT", broken(tmp_path, code))
+    with pytest.raises(AmpereError, match="the links were not measured in 10 s"):
+        probe.measure(parse("2x80"), device="cpu", limit_s=10)
+    ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
+    assert len(ranks) == 2 and not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 def test_without_pytorch(monkeypatch):

@@ -22,6 +22,8 @@ from .latency import COLLECTIVE_FIXED_US
 SIZES = (10 << 10, 1 << 20, 64 << 20)
 # A ring whose messages take less than the model's fixed cost has no latency left to tell.
 LEAST_LATENCY_US = 0.01
+# What torchrun and its ranks may take to end when asked to.
+_GRACE_S = 15
 # vLLM's own port for the meeting of nodes.
 _PORT = 29501
 _SCRIPT = Path(__file__).with_name("link_timing.py")
@@ -105,6 +107,10 @@ def _run(command: list[str], variables: dict[str, str], log: Path, limit_s: floa
                 f"the links were not measured in {limit_s:.0f} s", "are all nodes started, and do they reach each other?"
             ) from None
         finally:
+            # Ranks have sessions of their own: the launcher ends them when it is asked to end, not when it is killed.
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE_S)
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
