@@ -158,6 +158,10 @@ def child(folder: Path, options: dict, after: Callable = lambda llm: None, point
     os._exit(0)
 
 
+def points_of(drafts: bool) -> list[tuple[int, int]]:
+    return DSPARK_POINTS if drafts else POINTS + LONG_POINTS
+
+
 def label(context: int) -> str:
     return str(context) if context < 1_024 else f"{context // 1_024}k"
 
@@ -175,7 +179,7 @@ def figures_of(found: dict[str, dict], modes: list[str], dspark: bool) -> list[d
         note(f"load/{mode}-weights-gib", gib, "GiB")
         if dspark and mode != "native":
             note("load/weights-gib", gib, "GiB")
-        for requests, context in DSPARK_POINTS if dspark else POINTS + LONG_POINTS:
+        for requests, context in points_of(dspark):
             seen, other = (found[each][f"bs{requests}-ctx{context}"] for each in (mode, first))
             step_s, other_s = (statistics.median(each["steps_s"]) for each in (seen, other))
             step = f"{'dspark' if dspark else 'decode'}-bs{requests}-ctx{label(context)}"
@@ -201,7 +205,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         drafts = arguments.name.endswith("-dspark")
-        return child(arguments.child, DSPARK if drafts else {}, points=DSPARK_POINTS if drafts else POINTS + LONG_POINTS)
+        return child(arguments.child, DSPARK if drafts else {}, points=points_of(drafts))
     if not arguments.output:
         parser.error("--output says where the receipt goes")
     with tempfile.TemporaryDirectory() as folder:
@@ -225,9 +229,8 @@ def run_engines(folder: Path, script: str, engines: dict[str, dict]) -> dict[str
         engines: name -> environment of its child, which is called with `--child FOLDER --name NAME`. Compiled kernels go
             below `TRITON_CACHE_DIR`, if there is one, and else into the folder.
     """
-    children = {}
+    children, caches = {}, Path(os.environ.get("TRITON_CACHE_DIR", folder))
     for name, variables in engines.items():
-        caches = Path(os.environ.get("TRITON_CACHE_DIR", folder))
         env = {"TRITON_CACHE_DIR": str(caches / f"triton-{variables.get('VLLM_AMPERE_ASSUME', 'native')}")} | variables
         log = open(folder / f"{name}.log", "w+")
         command = [sys.executable, script, "--child", str(folder), "--name", name]

@@ -48,7 +48,7 @@ def test_prompt_against_upstream(runs):
         f"decided ones {decided(ours, native):.4f}, behind it by {behind(ours, native, want):.1f} standard deviations")
     assert rms(ours, want) < 1.25 * rms(native, want)
     assert rms(ours, native) < 1.5 * rms(native, want)
-    assert behind(ours, native, want) < 4
+    assert behind(ours, native, want) < 3
     assert decided(ours, native) > 0.998
 
 

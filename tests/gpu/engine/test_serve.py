@@ -37,4 +37,4 @@ def test_start_and_late_compiles(runs, tmp_path, drafts):
     late = sorted(set(LATE.findall(server.log.read_text())))
     runs.figures[f"serve, {'DSpark' if drafts else 'plain'}"] = f"healthy after {started_s:.1f} s, late compiles {late}"
     assert not late
-    assert started_s <= (60 if drafts else 35)
+    assert started_s <= 35

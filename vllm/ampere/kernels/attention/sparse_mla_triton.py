@@ -182,9 +182,8 @@ def _block_h(tokens: int, heads: int) -> int:
     A rank's 8 heads are one block. Of few tokens, many heads go in blocks of 16, more programs for a card that would
     not fill; of many in blocks of 32, which decode each key half as often.
     """
-    if tokens * heads <= _FEW_HEADS:
-        return min(16, max(8, triton.next_power_of_2(heads)))
-    return min(32, max(8, triton.next_power_of_2(heads)))
+    most = 16 if tokens * heads <= _FEW_HEADS else 32
+    return min(most, max(8, triton.next_power_of_2(heads)))
 
 
 def split_count(tokens: int, heads: int, keys: int, multiprocessors: int) -> int:

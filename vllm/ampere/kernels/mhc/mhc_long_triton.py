@@ -11,8 +11,12 @@ third: streams are bfloat16 already, so that products are exact.
 import torch
 
 from ..launch import Launch, tl, triton
+from .mhc_post import load_sources, mixed_stream
 
-CHUNK = 1024
+# Columns of a token's partials: 24 products, the streams' squares, the collapsed input's squares, 6 unused.
+PARTIALS = 32
+SQUARE, COLLAPSED = tl.constexpr(24), tl.constexpr(25)
+_CHUNK = 1024
 _EXPAND_WARPS = 4
 _TERMS_BLOCK = 128
 _BLOCK, _STAGES = 64, 3
@@ -31,21 +35,15 @@ def _mhc_expand_kernel(
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = chunk * BLOCK + tl.arange(0, BLOCK)
     here = d < D
-    x_ptr = streams_ptr + token * stride_streams_tok + d
-    y = tl.load(y_ptr + token * stride_y_tok + d, here, other=0.0).to(tl.float32)
-    x0 = tl.load(x_ptr, here, other=0.0).to(tl.float32)
-    x1 = tl.load(x_ptr + stride_streams, here, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + 2 * stride_streams, here, other=0.0).to(tl.float32)
-    x3 = tl.load(x_ptr + 3 * stride_streams, here, other=0.0).to(tl.float32)
+    y, x0, x1, x2, x3 = load_sources(
+        y_ptr, streams_ptr, token, d, stride_y_tok, stride_streams_tok, stride_streams, D
+    )
     comb_ptr += token * stride_comb_tok
-    collapsed, total, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    post_ptr += token * stride_post_tok
+    zero = tl.zeros([BLOCK], tl.float32)
+    collapsed, total, squares = zero, zero, zero
     for k in tl.static_range(4):
-        mixed = tl.load(comb_ptr + k) * x0
-        mixed += tl.load(comb_ptr + stride_comb + k) * x1
-        mixed += tl.load(comb_ptr + 2 * stride_comb + k) * x2
-        mixed += tl.load(comb_ptr + 3 * stride_comb + k) * x3
-        mixed += tl.load(post_ptr + token * stride_post_tok + k * stride_post) * y
-        stream = mixed.to(tl.bfloat16)
+        stream = mixed_stream(comb_ptr, stride_comb, post_ptr, stride_post, k, y, x0, x1, x2, x3)
         tl.store(out_ptr + (token * 4 + k) * D + d, stream, here)
         value = stream.to(tl.float32)
         total += value
@@ -59,19 +57,25 @@ def _mhc_expand_kernel(
     if AUX:
         tl.store(aux_ptr + token * D + d, (total * 0.25).to(tl.bfloat16), here)
     partial_ptr += (chunk.to(tl.int64) * tokens + token) * PARTIALS
-    tl.store(partial_ptr + 24, tl.sum(squares, 0))
-    tl.store(partial_ptr + 25, tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 0))
+    tl.store(partial_ptr + SQUARE, tl.sum(squares, 0))
+    tl.store(partial_ptr + COLLAPSED, tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 0))
+
+
+@triton.jit
+def bfloat16_terms(fn):
+    """The three bfloat16 numbers whose sum is a float32: they hold all of its 24 bits."""
+    high = fn.to(tl.bfloat16)
+    rest = fn - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 def _mhc_terms_kernel(fn_ptr, terms_ptr, stride_fn, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr):
-    """The projection as bfloat16 [3, PARTIALS, WIDTH]: three terms hold all 24 bits; rows from 24 on are zero."""
+    """The projection as bfloat16 [3, PARTIALS, WIDTH]; rows from 24 on are zero."""
     n, d = tl.arange(0, PARTIALS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     fn = tl.load(fn_ptr + n * stride_fn + d, (n < 24) & (d < WIDTH), other=0.0)
-    high = fn.to(tl.bfloat16)
-    rest = fn - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    high, middle, low = bfloat16_terms(fn)
     terms_ptr += n * WIDTH + d
     tl.store(terms_ptr, high, d < WIDTH)
     tl.store(terms_ptr + PARTIALS * WIDTH, middle, d < WIDTH)
@@ -111,32 +115,32 @@ def splits_of(tokens: int, dim: int) -> tuple[int, int, int]:
     return rows, share, triton.cdiv(blocks, share)
 
 
-def expand_and_project(y, streams, post, comb, fn, pre_mix, out, layer_input, aux, partials: int):
+def expand_and_project(y, streams, post, comb, fn, pre_mix, out, layer_input, aux):
     """Fill `out`, `layer_input` without its norm, and `aux` if it has rows.
 
     Returns:
-        float32 [max(splits, chunks), T, partials], in columns 0 to 23 the products of each split, in 24 and 25 the
+        float32 [max(splits, chunks), T, PARTIALS], in columns 0 to 23 the products of each split, in 24 and 25 the
         squares of each chunk; splits; chunks.
     """
     tokens, dim = y.shape
     rows, share, splits = splits_of(tokens, dim)
-    chunks = triton.cdiv(dim, CHUNK)
-    partial = torch.empty(max(splits, chunks), tokens, partials, dtype=torch.float32, device=y.device)
+    chunks = triton.cdiv(dim, _CHUNK)
+    partial = torch.empty(max(splits, chunks), tokens, PARTIALS, dtype=torch.float32, device=y.device)
     pre = post if pre_mix is None else pre_mix
     _mhc_expand_kernel[(tokens, chunks)](
         y, streams, post, comb, pre, out, layer_input, aux, partial,
         y.stride(0), streams.stride(0), streams.stride(1), post.stride(0), post.stride(1), comb.stride(0),
         comb.stride(1), pre.stride(0), tokens,
-        D=dim, PRE=pre_mix is not None, AUX=len(aux) > 0, BLOCK=CHUNK, PARTIALS=partials, num_warps=_EXPAND_WARPS,
+        D=dim, PRE=pre_mix is not None, AUX=len(aux) > 0, BLOCK=_CHUNK, PARTIALS=PARTIALS, num_warps=_EXPAND_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
-    terms = torch.empty(3, partials, 4 * dim, dtype=torch.bfloat16, device=y.device)
+    terms = torch.empty(3, PARTIALS, 4 * dim, dtype=torch.bfloat16, device=y.device)
     _mhc_terms_kernel[(triton.cdiv(4 * dim, _TERMS_BLOCK),)](
-        fn, terms, fn.stride(0), WIDTH=4 * dim, BLOCK=_TERMS_BLOCK, PARTIALS=partials, num_warps=_EXPAND_WARPS
+        fn, terms, fn.stride(0), WIDTH=4 * dim, BLOCK=_TERMS_BLOCK, PARTIALS=PARTIALS, num_warps=_EXPAND_WARPS
     )
     _mhc_project_kernel[(triton.cdiv(tokens, rows), splits)](
         out, terms, partial, tokens, share,
-        WIDTH=4 * dim, ROWS=rows, BLOCK=_BLOCK, PARTIALS=partials, num_warps=rows // 16, num_stages=_STAGES,
+        WIDTH=4 * dim, ROWS=rows, BLOCK=_BLOCK, PARTIALS=PARTIALS, num_warps=rows // 16, num_stages=_STAGES,
     )  # fmt: skip
     return partial, splits, chunks
 
@@ -155,17 +159,17 @@ _PROJECT = {
 COMPILES = (
     *(
         Launch(
-            _mhc_expand_kernel, _EXPAND, {"D": 5120, "PRE": True, "AUX": aux, "BLOCK": CHUNK, "PARTIALS": 32},
+            _mhc_expand_kernel, _EXPAND, {"D": 5120, "PRE": True, "AUX": aux, "BLOCK": _CHUNK, "PARTIALS": PARTIALS},
             num_warps=_EXPAND_WARPS, fp_fusion=False,
         )
         for aux in (False, True)
     ),
     Launch(
-        _mhc_terms_kernel, _TERMS, {"WIDTH": 4 * 5120, "BLOCK": _TERMS_BLOCK, "PARTIALS": 32}, num_warps=_EXPAND_WARPS
+        _mhc_terms_kernel, _TERMS, {"WIDTH": 4 * 5120, "BLOCK": _TERMS_BLOCK, "PARTIALS": PARTIALS}, num_warps=_EXPAND_WARPS
     ),
     *(
         Launch(
-            _mhc_project_kernel, _PROJECT, {"WIDTH": 4 * 5120, "ROWS": rows, "BLOCK": _BLOCK, "PARTIALS": 32},
+            _mhc_project_kernel, _PROJECT, {"WIDTH": 4 * 5120, "ROWS": rows, "BLOCK": _BLOCK, "PARTIALS": PARTIALS},
             num_warps=rows // 16, num_stages=_STAGES,
             shared_reason="three stages of 128 tokens and three terms, 16 and 12 KiB each" if rows > 64 else "",
         )

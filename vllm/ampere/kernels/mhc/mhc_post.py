@@ -19,25 +19,43 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def _mhc_post_kernel(
-    y_ptr, streams_ptr, post_ptr, comb_ptr, out_ptr,
-    stride_y_tok, stride_streams_tok, stride_streams, stride_post_tok, stride_post, stride_comb_tok, stride_comb,
-    D: tl.constexpr, BLOCK: tl.constexpr,
-):
-    token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def load_sources(y_ptr, streams_ptr, token, d, stride_y_tok, stride_streams_tok, stride_streams, D: tl.constexpr):
+    """float32 [BLOCK] each, at dimensions d of one token: the sublayer's output and the four streams before it."""
     x_ptr = streams_ptr + token * stride_streams_tok + d
     y = tl.load(y_ptr + token * stride_y_tok + d, d < D, other=0.0).to(tl.float32)
     x0 = tl.load(x_ptr, d < D, other=0.0).to(tl.float32)
     x1 = tl.load(x_ptr + stride_streams, d < D, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + 2 * stride_streams, d < D, other=0.0).to(tl.float32)
     x3 = tl.load(x_ptr + 3 * stride_streams, d < D, other=0.0).to(tl.float32)
+    return y, x0, x1, x2, x3
+
+
+@triton.jit
+def mixed_stream(comb_ptr, stride_comb, post_ptr, stride_post, k, y, x0, x1, x2, x3):
+    """bfloat16 [BLOCK]: stream k after the sublayer, of one token whose coefficients the pointers begin."""
+    mixed = tl.load(comb_ptr + k) * x0
+    mixed += tl.load(comb_ptr + stride_comb + k) * x1
+    mixed += tl.load(comb_ptr + 2 * stride_comb + k) * x2
+    mixed += tl.load(comb_ptr + 3 * stride_comb + k) * x3
+    mixed += tl.load(post_ptr + k * stride_post) * y
+    return mixed.to(tl.bfloat16)
+
+
+@triton.jit
+def _mhc_post_kernel(
+    y_ptr, streams_ptr, post_ptr, comb_ptr, out_ptr,
+    stride_y_tok, stride_streams_tok, stride_streams, stride_post_tok, stride_post, stride_comb_tok, stride_comb,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):
+    token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y, x0, x1, x2, x3 = load_sources(
+        y_ptr, streams_ptr, token, d, stride_y_tok, stride_streams_tok, stride_streams, D
+    )
+    comb_ptr += token * stride_comb_tok
+    post_ptr += token * stride_post_tok
     for k in tl.static_range(4):
-        comb = comb_ptr + token * stride_comb_tok + k
-        mixed = tl.load(comb) * x0 + tl.load(comb + stride_comb) * x1
-        mixed += tl.load(comb + 2 * stride_comb) * x2
-        mixed += tl.load(comb + 3 * stride_comb) * x3
-        mixed += tl.load(post_ptr + token * stride_post_tok + k * stride_post) * y
-        tl.store(out_ptr + (token * 4 + k) * D + d, mixed.to(tl.bfloat16), d < D)
+        stream = mixed_stream(comb_ptr, stride_comb, post_ptr, stride_post, k, y, x0, x1, x2, x3)
+        tl.store(out_ptr + (token * 4 + k) * D + d, stream, d < D)
 
 
 def _mhc_post_triton(y, streams, post, comb):

@@ -21,15 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from ..launch import Launch, tl, triton
-from .mhc_long_triton import expand_and_project
+from .mhc_long_triton import COLLAPSED, PARTIALS, SQUARE, bfloat16_terms, expand_and_project
 
 # Tokens of the longest batch that one kernel expands and projects.
 _LONG = 256
 _CHUNK = 1024
 # Partials that the second kernel has in flight: 160 programs write them for 5,120 dimensions, and at most 32 in a long batch.
 _AT_ONCE = (256, 32)
-_PARTIALS = 32  # columns: 24 products, the streams' squares, the collapsed input's squares, 6 unused
-_SQUARE, _COLLAPSED = tl.constexpr(24), tl.constexpr(25)
 _WARPS = 4
 
 
@@ -47,7 +45,7 @@ class Tile:
 
     def constants(self, aux: bool, pre: bool = True) -> dict:
         return {"PRE": pre, "AUX": aux, "ROWS": self.rows, "BLOCK": self.block, "DOT": self.dot, "UNROLL": self.unroll,
-                "PARTIALS": _PARTIALS}  # fmt: skip
+                "PARTIALS": PARTIALS}  # fmt: skip
 
 
 FEW, MANY = Tile(4, 32, False, 2, 4, 1), Tile(64, 32, True, 1, 8, 2)
@@ -98,10 +96,7 @@ def _mhc_post_project_kernel(
         columns = (n < 24)[:, None] & (d < D)[None, :]
         fn = tl.load(fn_ptr + n[:, None] * stride_fn + k * D + d[None, :], columns, other=0.0)
         if DOT:
-            high = fn.to(tl.bfloat16)
-            rest = fn - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            high, middle, low = bfloat16_terms(fn)
             products = tl.dot(stream, tl.trans(low), products)
             products = tl.dot(stream, tl.trans(middle), products)
             products = tl.dot(stream, tl.trans(high), products)
@@ -115,8 +110,8 @@ def _mhc_post_project_kernel(
         products = tl.sum(products, 2)
     partial_ptr += (tl.program_id(0).to(tl.int64) * tokens + row) * PARTIALS
     tl.store(partial_ptr[:, None] + n[None, :], products, some & (n < 24)[None, :])
-    tl.store(partial_ptr + _SQUARE, tl.sum(squares, 1), live)
-    tl.store(partial_ptr + _COLLAPSED, tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1), live)
+    tl.store(partial_ptr + SQUARE, tl.sum(squares, 1), live)
+    tl.store(partial_ptr + COLLAPSED, tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1), live)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits", "chunks", "turns"])
@@ -139,7 +134,7 @@ def _mhc_finish_kernel(
         partials += tl.load(partial_ptr + at * PARTIALS + n[None, :], held, other=0.0)
     sums = tl.sum(partials, 0)
     if part == 0:
-        square = tl.sum(tl.where(n == _SQUARE, sums, 0.0), 0)
+        square = tl.sum(tl.where(n == SQUARE, sums, 0.0), 0)
         factor = tl.load(scale_ptr + tl.where(n < 4, 0, tl.where(n < 8, 1, 2)))
         mix = sums * tl.rsqrt(square / (4 * D) + rms_eps) * factor + tl.load(base_ptr + n, n < 24, other=0.0)
         mix = tl.where(n < 24, mix, 0.0)
@@ -166,7 +161,7 @@ def _mhc_finish_kernel(
         tl.store(to_ptr + 12, c3)
     else:
         d = (part - 1) * CHUNK + tl.arange(0, CHUNK)
-        scale = tl.rsqrt(tl.sum(tl.where(n == _COLLAPSED, sums, 0.0), 0) / D + norm_eps)
+        scale = tl.rsqrt(tl.sum(tl.where(n == COLLAPSED, sums, 0.0), 0) / D + norm_eps)
         x = tl.load(input_ptr + token * D + d, d < D, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + d, d < D, other=0.0).to(tl.float32)
         tl.store(input_ptr + token * D + d, (x * scale * weight).to(tl.bfloat16), d < D)
@@ -192,12 +187,12 @@ def mhc_post_pre_triton(
     if tokens:
         if tokens > _LONG:
             partial, splits, square_splits = expand_and_project(
-                y, streams, post, comb, fn, pre_mix, out, layer_input, aux, _PARTIALS
+                y, streams, post, comb, fn, pre_mix, out, layer_input, aux
             )
         else:
             tile = FEW if tokens <= 32 else MANY
             splits = square_splits = triton.cdiv(dim, tile.block)
-            partial = scale.new_empty(splits, tokens, _PARTIALS)
+            partial = scale.new_empty(splits, tokens, PARTIALS)
             pre = post if pre_mix is None else pre_mix
             _mhc_post_project_kernel[(splits, triton.cdiv(tokens, tile.rows))](
                 y, streams, post, comb, fn, pre, out, layer_input, aux, partial,
@@ -210,7 +205,7 @@ def mhc_post_pre_triton(
         _mhc_finish_kernel[(tokens, 1 + chunks)](
             partial, scale, base, layer_input if norm_weight is None else norm_weight, *mixes, layer_input,
             rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, square_splits, sinkhorn_iters,
-            D=dim, CHUNK=_CHUNK, PARTIALS=_PARTIALS, AT_ONCE=_AT_ONCE[tokens > _LONG], num_warps=_WARPS,
+            D=dim, CHUNK=_CHUNK, PARTIALS=PARTIALS, AT_ONCE=_AT_ONCE[tokens > _LONG], num_warps=_WARPS,
         )  # fmt: skip
     post, comb, pre = mixes
     return out, post, comb, layer_input, pre, aux
@@ -240,7 +235,7 @@ COMPILES = (
     ),
     *(
         Launch(
-            _mhc_finish_kernel, _FINISH, {"D": 5120, "CHUNK": _CHUNK, "PARTIALS": _PARTIALS, "AT_ONCE": at_once},
+            _mhc_finish_kernel, _FINISH, {"D": 5120, "CHUNK": _CHUNK, "PARTIALS": PARTIALS, "AT_ONCE": at_once},
             num_warps=_WARPS,
         )
         for at_once in _AT_ONCE
