@@ -53,8 +53,10 @@ def test_every_split_has_a_tile_and_no_step_more_programs_than_fill_the_card():
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 @pytest.mark.parametrize("launch", COMPILES, ids=lambda launch: launch.name)
 def test_a_tile_is_decoded_once_and_staged_once(launch):
-    """One buffer of the tile's bfloat16 rows serves both products: shared memory is that, and the queries beside it."""
+    """One buffer of the tile's bfloat16 rows serves both products: shared memory is that, the queries and, of more than 16
+    heads, whose logits are spread over the warps, the weights: 48 KiB in all, or 49 of 32 heads."""
     built = build(launch, "sm80")
     assert_decoded_before_the_exchange(built.layouts)
     rows, heads = launch.constexprs["BLOCK_N"], launch.constexprs["BLOCK_H"]
-    assert built.shared_bytes <= (rows + heads) * 512 * 2 <= 48 << 10
+    weights = rows * heads * 2 if heads > 16 else 0
+    assert built.shared_bytes <= (rows + heads) * 512 * 2 + weights <= (48 << 10) + weights

@@ -8,8 +8,8 @@ both products. With one split the program counts the sink and writes the result;
 part and the logarithm of its denominator for `merge_attn_states`.
 
 Keys are the rows of both products and heads the columns: the matrix unit takes eight columns, so a rank's 8 heads are
-not padded. The 512 dimensions are 256 + 128 + 64 and the 64 rotary ones, powers of two all, so none needs a mask. The
-first three stay 1/256 of their numbers, which is how a code decodes without a factor of its own.
+not padded. The 512 dimensions are three times 128, 64 and the 64 rotary ones, powers of two all, so none needs a mask.
+All but the last stay 1/256 of their numbers, which is how a code decodes without a factor of its own.
 """
 
 import torch
@@ -47,10 +47,22 @@ def _load_tile(
     stride_page = tl.where(in_window, stride_window_page, stride_compressed_page)
     page_rows = tl.where(in_window, window_rows, compressed_rows)
     data_ptr, scale_ptr = record_pointers(cache_ptr, tl.maximum(slots, 0), stride_page, page_rows)
-    codes_a, scales_a = load_codes(data_ptr, scale_ptr, counts, 0, 256)
-    codes_b, scales_b = load_codes(data_ptr, scale_ptr, counts, 256, 128)
-    codes_c, scales_c = load_codes(data_ptr, scale_ptr, counts, 384, 64)
-    return counts, codes_a, scales_a, codes_b, scales_b, codes_c, scales_c, load_rope(data_ptr, counts)
+    codes_a, scales_a = load_codes(data_ptr, scale_ptr, counts, 0, 128)
+    codes_b, scales_b = load_codes(data_ptr, scale_ptr, counts, 128, 128)
+    codes_c, scales_c = load_codes(data_ptr, scale_ptr, counts, 256, 128)
+    codes_d, scales_d = load_codes(data_ptr, scale_ptr, counts, 384, 64)
+    return counts, codes_a, scales_a, codes_b, scales_b, codes_c, scales_c, codes_d, scales_d, load_rope(data_ptr, counts)
+
+
+@triton.jit
+def _soften(logits, counts, peak, total):
+    """A tile's weights, in bfloat16, by the highest logit so far; that, what shrinks earlier sums, and their new total."""
+    logits = tl.where(counts[:, None], logits, _LOWEST)
+    higher = tl.maximum(peak, tl.max(logits, 0))
+    # A tile of holes only would otherwise weigh e^0 each.
+    weights = tl.where(counts[:, None], tl.exp2(logits - higher[None, :]), 0.0)
+    shrink = tl.exp2(peak - higher)
+    return weights.to(tl.bfloat16), higher, shrink, total * shrink + tl.sum(weights, 0)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_LISTS)
@@ -101,16 +113,18 @@ def _sparse_mla_decode_kernel(
     first = split * share
     last = tl.minimum(first + share, tiles)
 
-    offs_256, offs_128, offs_64 = tl.arange(0, 256)[:, None], tl.arange(0, 128)[:, None], tl.arange(0, 64)[:, None]
+    offs_128, offs_64 = tl.arange(0, 128)[:, None], tl.arange(0, 64)[:, None]
     q_row = q_ptr + token * stride_q_tok + offs_h.to(tl.int64)[None, :] * stride_q_head
-    q_a = tl.load(q_row + offs_256, mask=is_head, other=0.0)
-    q_b = tl.load(q_row + 256 + offs_128, mask=is_head, other=0.0)
-    q_c = tl.load(q_row + 384 + offs_64, mask=is_head, other=0.0)
+    q_a = tl.load(q_row + offs_128, mask=is_head, other=0.0)
+    q_b = tl.load(q_row + 128 + offs_128, mask=is_head, other=0.0)
+    q_c = tl.load(q_row + 256 + offs_128, mask=is_head, other=0.0)
+    q_d = tl.load(q_row + 384 + offs_64, mask=is_head, other=0.0)
     q_rope = tl.load(q_row + 448 + offs_64, mask=is_head, other=0.0)
     q_rope = (q_rope.to(tl.float32) / 256).to(tl.bfloat16)
-    acc_a = tl.zeros([256, BLOCK_H], tl.float32)
+    acc_a = tl.zeros([128, BLOCK_H], tl.float32)
     acc_b = tl.zeros([128, BLOCK_H], tl.float32)
-    acc_c = tl.zeros([64, BLOCK_H], tl.float32)
+    acc_c = tl.zeros([128, BLOCK_H], tl.float32)
+    acc_d = tl.zeros([64, BLOCK_H], tl.float32)
     acc_rope = tl.zeros([64, BLOCK_H], tl.float32)
     peak = tl.full([BLOCK_H], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -118,42 +132,44 @@ def _sparse_mla_decode_kernel(
 
     window_slots_ptr += token * stride_window_tok
     compressed_slots_ptr += token * stride_compressed_tok
-    counts, codes_a, scales_a, codes_b, scales_b, codes_c, scales_c, k_rope = _load_tile(
+    counts, codes_a, scales_a, codes_b, scales_b, codes_c, scales_c, codes_d, scales_d, k_rope = _load_tile(
         first, last, window_tiles, window_ptr, window_slots_ptr, window_len, stride_window_page, window_rows,
         compressed_ptr, compressed_slots_ptr, compressed_len, stride_compressed_page, compressed_rows, BLOCK_N,
     )
     for tile in range(first, last):
         # The next tile is on its way while this one is multiplied. That a tile comes from the turn before also keeps
         # Triton from decoding it once for each product, in a layout that it derives from the width of the codes.
-        next_counts, next_codes_a, next_scales_a, next_codes_b, next_scales_b, next_codes_c, next_scales_c, next_rope = (
-            _load_tile(
-                tile + 1, last, window_tiles, window_ptr, window_slots_ptr, window_len, stride_window_page, window_rows,
-                compressed_ptr, compressed_slots_ptr, compressed_len, stride_compressed_page, compressed_rows, BLOCK_N,
-            )
-        )
-        k_a = decode_256th(codes_a, scales_a, BLOCK_N, 256).to(tl.bfloat16)
+        (
+            next_counts, next_codes_a, next_scales_a, next_codes_b, next_scales_b,
+            next_codes_c, next_scales_c, next_codes_d, next_scales_d, next_rope,
+        ) = _load_tile(
+            tile + 1, last, window_tiles, window_ptr, window_slots_ptr, window_len, stride_window_page, window_rows,
+            compressed_ptr, compressed_slots_ptr, compressed_len, stride_compressed_page, compressed_rows, BLOCK_N,
+        )  # fmt: skip
+        k_a = decode_256th(codes_a, scales_a, BLOCK_N, 128).to(tl.bfloat16)
         k_b = decode_256th(codes_b, scales_b, BLOCK_N, 128).to(tl.bfloat16)
-        k_c = decode_256th(codes_c, scales_c, BLOCK_N, 64).to(tl.bfloat16)
+        k_c = decode_256th(codes_c, scales_c, BLOCK_N, 128).to(tl.bfloat16)
+        k_d = decode_256th(codes_d, scales_d, BLOCK_N, 64).to(tl.bfloat16)
 
         logits = tl.dot(k_a, q_a)
         logits = tl.dot(k_b, q_b, logits)
         logits = tl.dot(k_c, q_c, logits)
-        logits = tl.dot(k_rope, q_rope, logits)
-        logits = tl.where(counts[:, None], logits * log2_scale, _LOWEST)
-        higher = tl.maximum(peak, tl.max(logits, 0))
-        # A tile of holes only would otherwise weigh e^0 each.
-        weights = tl.where(counts[:, None], tl.exp2(logits - higher[None, :]), 0.0)
-        shrink = tl.exp2(peak - higher)
-        total = total * shrink + tl.sum(weights, 0)
-        peak = higher
-        weights = weights.to(tl.bfloat16)
+        logits = tl.dot(k_d, q_d, logits)
+        logits = tl.dot(k_rope, q_rope, logits) * log2_scale
+        # A branch whose sides are one and whose condition always holds. Triton lays the first of two products that follow
+        # each other along one axis of warps: with 16 keys all four would compute all of it. It does not look through this.
+        if tl.num_programs(0) > 0:
+            weights, peak, shrink, total = _soften(logits, counts, peak, total)
+        else:
+            weights, peak, shrink, total = _soften(logits, counts, peak, total)
         acc_a = tl.dot(tl.trans(k_a), weights, acc_a * shrink[None, :])
         acc_b = tl.dot(tl.trans(k_b), weights, acc_b * shrink[None, :])
         acc_c = tl.dot(tl.trans(k_c), weights, acc_c * shrink[None, :])
+        acc_d = tl.dot(tl.trans(k_d), weights, acc_d * shrink[None, :])
         acc_rope = tl.dot(tl.trans(k_rope), weights, acc_rope * shrink[None, :])
         counts, k_rope = next_counts, next_rope
-        codes_a, codes_b, codes_c = next_codes_a, next_codes_b, next_codes_c
-        scales_a, scales_b, scales_c = next_scales_a, next_scales_b, next_scales_c
+        codes_a, codes_b, codes_c, codes_d = next_codes_a, next_codes_b, next_codes_c, next_codes_d
+        scales_a, scales_b, scales_c, scales_d = next_scales_a, next_scales_b, next_scales_c, next_scales_d
 
     # Compared with zero, not by order: a NaN among the keys has to reach the result.
     empty = total == 0.0
@@ -170,9 +186,10 @@ def _sparse_mla_decode_kernel(
         factor = shrink / tl.where(empty, 1.0, total * shrink + tl.exp2(sink - top))
     dtype = out_ptr.dtype.element_ty
     factor_nope = factor * 256
-    tl.store(out_row + offs_256, (acc_a * factor_nope[None, :]).to(dtype), mask=is_head)
-    tl.store(out_row + 256 + offs_128, (acc_b * factor_nope[None, :]).to(dtype), mask=is_head)
-    tl.store(out_row + 384 + offs_64, (acc_c * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + offs_128, (acc_a * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + 128 + offs_128, (acc_b * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + 256 + offs_128, (acc_c * factor_nope[None, :]).to(dtype), mask=is_head)
+    tl.store(out_row + 384 + offs_64, (acc_d * factor_nope[None, :]).to(dtype), mask=is_head)
     tl.store(out_row + 448 + offs_64, (acc_rope * factor[None, :]).to(dtype), mask=is_head)
 
 
@@ -310,6 +327,7 @@ COMPILES = tuple(
         },
         {"HEADS": heads, "SPLIT": split, "BLOCK_H": block_h, "BLOCK_N": _BLOCK_N},
         num_warps=_NUM_WARPS,
+        shared_reason="queries of 32 heads, 32 KiB, a tile of keys, 16 KiB, and its weights, 1 KiB" if block_h > 16 else "",
     )
     for heads in (8, 16, 32, 64)
     for block_h in sorted({_block_h(1, heads), _block_h(4096, heads)})

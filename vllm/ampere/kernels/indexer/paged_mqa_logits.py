@@ -37,6 +37,17 @@ _ONE, _SIX = (1, 64, 2, 1, 8), (6, 128, 4, 2, 2)
 _SHARED_FROM = 3
 
 
+@triton.jit
+def _load_page(pages_ptr, base, columns, other, P: tl.constexpr, KEYS: tl.constexpr):
+    """The page of each key of a tile, or the one of all, from a row of the page table; `other` from `columns` on."""
+    if P % KEYS == 0:
+        page = tl.load(pages_ptr + base // P, base < columns, other=other)
+    else:
+        key = base + tl.arange(0, KEYS)
+        page = tl.load(pages_ptr + key // P, key < columns, other=other)
+    return page
+
+
 @triton.jit(
     do_not_specialize=["stride_table_row", "tokens", "width"],
     do_not_specialize_on_alignment=["table_ptr", "request_ptr", "visible_ptr"],
@@ -54,22 +65,25 @@ def _paged_mqa_logits_kernel(
         requests = requests + (tl.load(request_ptr + row + i, there, other=0),)
         visible = tl.load(visible_ptr + row + i, there, other=0)
         counts = counts + (tl.minimum(tl.maximum(visible, 0), width),)
+    offset, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
+    # A page is asked for a tile ahead, the first before the queries are decoded: its keys wait for it.
+    request, seen, columns = walk_of(0, requests, counts, TOKENS)
+    first_page = _load_page(table_ptr + request.to(tl.int64) * stride_table_row, offset, columns, 0, P, KEYS)
+    for i in tl.static_range(TOKENS):
+        there = row + i < tokens
         q = q + (load_queries(q_ptr, row + i, there, N, HEADS, ALIGNED),)
         weights = weights + (load_weights(weights_ptr + (row + i) * stride_weights_row, there, N, HEADS),)
     out_ptr += row * stride_out_row
-    offset, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
     for lead in range(TOKENS):
         request, seen, columns = walk_of(lead, requests, counts, TOKENS)
         pages_ptr = table_ptr + request.to(tl.int64) * stride_table_row
+        page = _load_page(pages_ptr, offset, tl.where(lead > 0, columns, 0), first_page, P, KEYS)
         for base in range(offset, columns, step):
             key = base + tl.arange(0, KEYS)
-            if P % KEYS == 0:
-                page = tl.load(pages_ptr + base // P)
-            else:
-                page = tl.load(pages_ptr + key // P, key < columns, other=0)
             keys, scale = load_paged_keys(
                 cache_ptr, stride_cache_page, page, key % P, key < columns, P, KEYS, ALIGNED
             )
+            page = _load_page(pages_ptr, base + step, columns, 0, P, KEYS)
             for i in tl.static_range(TOKENS):
                 score = score_tile(q[i], weights[i], keys, scale)
                 tl.store(out_ptr + i * stride_out_row + key, score, key < seen[i])
