@@ -196,7 +196,7 @@ def test_every_batch_and_context_reaches_exactly_what_was_warmed(heads):
     assert served == warmed and len(served) > 15
 
 
-# On a card upstream's own kernels do the work of these ops.
+# On a card upstream's own kernels do the work of these ops, or a warm-up of its own compiles them: `test_mhc_boundary.py`.
 UPSTREAM_ON_A_CARD = {
     "_compressor_pool_kernel", "_compressor_ring_kernel", "_engram_gate_kernel", "_mhc_collapse_kernel",
     "_mhc_expand_kernel", "_mhc_finish_kernel", "_mhc_post_kernel", "_mhc_post_project_kernel", "_mhc_project_kernel",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ..launch import Launch, tl, triton
-from .mhc_long_triton import COLLAPSED, PARTIALS, SQUARE, bfloat16_terms, expand_and_project
+from .mhc_long_triton import COLLAPSED, PARTIALS, SQUARE, bfloat16_terms, expand_and_project, rows_of
 
 # Tokens of the longest batch that one kernel expands and projects.
 _LONG = 256
@@ -175,6 +175,13 @@ def _source(mix, n, k, source):
     return row / tl.sum(row, 0)
 
 
+def tiling(tokens: int) -> Tile | int:
+    """What the number of tokens picks binaries by: the first kernel's tile, or the tokens of a long batch's program."""
+    if tokens > _LONG:
+        return rows_of(tokens)
+    return FEW if tokens <= 32 else MANY
+
+
 def mhc_post_pre_triton(
     y, streams, post, comb, fn, scale, base, pre_mix, norm_weight,
     rms_eps, pre_eps, sinkhorn_eps, post_alpha, sinkhorn_iters, norm_eps, capture_aux=False,
@@ -190,7 +197,7 @@ def mhc_post_pre_triton(
                 y, streams, post, comb, fn, pre_mix, out, layer_input, aux
             )
         else:
-            tile = FEW if tokens <= 32 else MANY
+            tile = tiling(tokens)
             splits = square_splits = triton.cdiv(dim, tile.block)
             partial = scale.new_empty(splits, tokens, PARTIALS)
             pre = post if pre_mix is None else pre_mix
