@@ -40,7 +40,7 @@ class Family:
 
 
 FAMILIES = {
-    "mhc": Family("mhc_post_pre=triton", ""),
+    "mhc": Family("", "mhc_post_pre=upstream"),
     "experts": Family("", "mxfp4_experts_decode=upstream"),
     "sampler": Family("", "markov_sampler=upstream", DSPARK),
 }

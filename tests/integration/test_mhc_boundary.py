@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch 0560: upstream's boundary serves unless another is asked for, which then gets the arguments by their names."""
+"""Patch 0560: who computes the boundary of a batch, that ours gets the arguments by their names, and what is warmed."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ pytest.importorskip("vllm.platforms", reason="needs the engine environment, .ven
 
 from vllm.ampere.integration import gate, mhc
 from vllm.ampere.integration.warmup import BOUNDARY_KERNELS
+from vllm.ampere.kernels.mhc import mhc_post_pre_triton
 from vllm.ampere.kernels.mhc.mhc_post_pre import OP
 from vllm.ampere.kernels.registry import Case
 from vllm.ampere.testing.specialization import recorded_launches
@@ -22,21 +23,38 @@ def upstream(*arguments, **named):
     return "upstream"
 
 
-@pytest.mark.parametrize("kernels, ours", [
-    ("", False), ("markov_sampler=reference", False), ("mhc_post_pre=upstream", False), ("mhc_post_pre=reference", True)
-])
-def test_boundary_is_upstreams_unless_asked(kernels, ours, monkeypatch):
+def rule(monkeypatch, kernels, up_to, first):
     monkeypatch.setenv("VLLM_AMPERE_KERNELS", kernels)
-    assert mhc.boundary(upstream) is (mhc.post_pre if ours else upstream)
+    monkeypatch.setattr(mhc, "_OURS_UP_TO", up_to)
+    monkeypatch.setattr(mhc, "_OURS_FROM", first)
+
+
+@pytest.mark.parametrize("kernels, upstreams", [
+    ("", range(5, 9)), ("markov_sampler=reference", range(5, 9)), ("*=reference", range(5, 9)),
+    ("mhc_post_pre=upstream", range(12)), ("mhc_post_pre=reference", ()), ("mhc_post_pre=triton", ()),
+])
+def test_who_serves_a_batch(kernels, upstreams, monkeypatch):
+    rule(monkeypatch, kernels, 4, 9)
+    monkeypatch.setattr(mhc, "post_pre", lambda *arguments, **named: "ours")
+
+    def served():
+        return [tokens for tokens in range(12) if mhc.boundary(upstream)(torch.empty(tokens, 64), 1, named=2) == "upstream"]
+
+    assert served() == list(upstreams)
     monkeypatch.setattr(gate, "architecture", lambda: None)
-    assert mhc.boundary(upstream) is upstream
+    assert served() == list(range(12))
+
+
+def test_long_batches_are_ours():
+    """The rule as it is: a batch that four launches compute."""
+    assert mhc.serves(8192)
 
 
 def test_ours_through_upstreams_function(monkeypatch):
     """The patched function of the model, with every number different from every other."""
     from vllm.models.deepseek_v41.nvidia.ops import mhc as upstream_mhc
 
-    monkeypatch.setenv("VLLM_AMPERE_KERNELS", "mhc_post_pre=reference")
+    rule(monkeypatch, "mhc_post_pre=reference", 0, 4)
     monkeypatch.setattr(upstream_mhc, "can_use_mega_mhc", lambda *arguments: False)
     given = Case("", {"T": 3, "D": 64, "aux": True}, OP.cases[0].make).inputs(1)
     given |= {"rms_eps": 0.1, "pre_eps": 0.2, "sinkhorn_eps": 0.3, "post_alpha": 1.7, "sinkhorn_iters": 3, "norm_eps": 0.4}
@@ -45,13 +63,18 @@ def test_ours_through_upstreams_function(monkeypatch):
         assert torch.equal(ours, want)
 
 
-def test_any_number_of_tokens_reaches_what_was_warmed():
+@pytest.mark.parametrize("kernels, up_to, first, binaries", [
+    ("", 0, 257, 6), ("", 0, 2049, 5), ("", 40, 3000, 14), ("mhc_post_pre=triton", 0, 257, 15), ("mhc_post_pre=upstream", 0, 257, 0),
+])
+def test_any_number_of_tokens_reaches_what_was_warmed(kernels, up_to, first, binaries, monkeypatch):
+    rule(monkeypatch, kernels, up_to, first)
+    monkeypatch.setattr(mhc_post_pre_triton, "_ONE_LAUNCH_UP_TO", 32)
     function = OP.implementations[0].function
     with recorded_launches() as warmed:
         for call in BOUNDARY_KERNELS.get_warmup_keys(96):
             function(**call.inputs("cpu"))
     with recorded_launches() as served:
-        for tokens in (*range(1, 70), 256, 257, 1024, 2048, 2049, 8192):
-            for aux in (False, True):
+        for tokens in (*range(1, 70), 256, 257, 1024, 2048, 2049, 3000, 8192):
+            for aux in (False, True) if mhc.serves(tokens) else ():
                 function(**Case("", {"T": tokens, "D": 96, "aux": aux}, OP.cases[0].make).inputs(0))
-    assert served == warmed and len(served) == 11
+    assert served == warmed and len(served) == binaries

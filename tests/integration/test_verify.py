@@ -57,13 +57,13 @@ def test_the_engine_calls_no_op_beyond_the_list():
 
 
 @pytest.mark.parametrize("value, ours", [
-    ("", {"markov_sampler", "mxfp4_experts_decode"}),
-    ("mxfp4_experts_decode=upstream", {"markov_sampler"}),
+    ("", {"markov_sampler", "mhc_post_pre", "mxfp4_experts_decode"}),
+    ("mxfp4_experts_decode=upstream", {"markov_sampler", "mhc_post_pre"}),
     ("markov_sampler=upstream,mhc_post_pre=triton", {"mhc_post_pre", "mxfp4_experts_decode"}),
-    ("mxfp4_experts_decode=triton", {"markov_sampler", "mxfp4_experts_decode"}),
+    ("mxfp4_experts_decode=triton,mhc_post_pre=upstream", {"markov_sampler", "mxfp4_experts_decode"}),
 ])
 def test_what_is_required_is_what_serves(monkeypatch, value, ours):
-    """Of the ops that have a rival upstream those whose place ours take, by default or on request."""
+    """Of the ops that have a rival upstream all but those whose place was given back to it."""
     chosen = []
     monkeypatch.setenv("VLLM_AMPERE_KERNELS", value)
     monkeypatch.setattr(Op, "choose_for", lambda op, architecture: chosen.append((op.name, architecture)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary between two sublayers on our op, where it is asked for."""
+"""The boundary between two sublayers: ours for batches that it computes faster, upstream's TileLang for the others."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,32 @@ from ..kernels.mhc.mhc_post_pre import mhc_post_pre
 from . import gate
 
 
-def asked() -> bool:
-    """Whether `VLLM_AMPERE_KERNELS` names an implementation of `mhc_post_pre`; upstream's TileLang serves else."""
-    return gate.architecture() is not None and envs.kernels().get("mhc_post_pre", "upstream") != "upstream"
+# Tokens of a batch: ours serve up to the first number and from the second on, upstream's between them
+# (docs/en/kernels/mhc.md). At 0 the former serve no batch.
+_OURS_UP_TO, _OURS_FROM = 0, 257
+
+
+def serves(tokens: int) -> bool:
+    """Whether `post_pre` computes the boundary of a batch.
+
+    `VLLM_AMPERE_KERNELS` asks for upstream's function alone with "mhc_post_pre=upstream", and for ours alone with one of
+    its implementations; default is what was faster at so many tokens.
+    """
+    if gate.architecture() is None:
+        return False
+    asked = envs.kernels().get("mhc_post_pre")
+    if asked is None:
+        return not _OURS_UP_TO < tokens < _OURS_FROM
+    return asked != "upstream"
 
 
 def boundary(upstream: Callable) -> Callable:
-    """What computes a boundary: `post_pre` where it is asked for, else upstream's function."""
-    return post_pre if asked() else upstream
+    """What computes a boundary: `post_pre` or upstream's function, by the tokens of its first argument."""
+
+    def chosen(x, *arguments, **named):
+        return (post_pre if serves(len(x)) else upstream)(x, *arguments, **named)
+
+    return chosen
 
 
 def post_pre(

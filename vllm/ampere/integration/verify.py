@@ -74,8 +74,8 @@ ENGINE_OPS = (
     "expert_order", "gather_dequant", "combine_topk_swa", "sparse_mla_rows",
     "clamped_swiglu",
 )  # fmt: skip
-# What `VLLM_AMPERE_KERNELS` switches between ours and upstream's -> whose serves if it does not.
-SWITCHED_OPS = {"markov_sampler": "ours", "mhc_post_pre": "upstream", "mxfp4_experts_decode": "ours"}
+# Ops in whose place `VLLM_AMPERE_KERNELS` can leave upstream's; ours serve else, some for a part of the batches.
+SWITCHED_OPS = ("markov_sampler", "mhc_post_pre", "mxfp4_experts_decode")
 
 
 def require_kernels(architecture: str) -> None:
@@ -83,6 +83,6 @@ def require_kernels(architecture: str) -> None:
     unknown = sorted(envs.kernels().keys() - all_ops().keys() - {"*"})
     if unknown:
         raise SelectionError(f"VLLM_AMPERE_KERNELS names {unknown[0]}, which is no op", "`vllm-ampere kernels list` has them")
-    ours = [name for name, default in SWITCHED_OPS.items() if envs.kernels().get(name, default) != "upstream"]
+    ours = [name for name in SWITCHED_OPS if envs.kernels().get(name) != "upstream"]
     for name in (*ENGINE_OPS, *ours):
         all_ops()[name].choose_for(architecture)

@@ -16,14 +16,17 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms import current_platform
 
 from ..kernels.indexer.candidate_topk_triton import chunk_entries
+from ..kernels.mhc.mhc_post_pre_triton import tiling
 from ..kernels.registry import Case, all_ops
-from .mhc import asked as boundary_asked
+from .mhc import serves as our_boundary_serves
 from .spec_decode import upstream_asked
 
 # Rows a page, and columns: any multiple of 16 gives the same binary.
 _ROWS, _COLUMNS, _POSITIONS = 64, 64, 64
 # Where the engine sets no limit; the chat interface has 20.
 _MOST_LOGPROBS = 64
+# Of a batch; the boundary's tiling changes for the last time at 2,049.
+_MOST_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -139,10 +142,12 @@ class DraftKernels(AmpereKernels):
 
 
 class BoundaryKernels(AmpereKernels):
-    """What computes the boundary between two sublayers: two tiles up to 256 tokens, two more for longer batches."""
+    """What computes the boundary between two sublayers, for batches that are not upstream's."""
 
     def get_warmup_keys(self, hidden: int) -> list[Call]:
-        return [_call("mhc_post_pre", T=tokens, D=hidden, aux=aux) for tokens in (1, 64, 512, 4096) for aux in (False, True)]
+        """The least batch of each tiling, without the mean of the streams and with it."""
+        least = {tiling(tokens): tokens for tokens in range(_MOST_TOKENS, 0, -1) if our_boundary_serves(tokens)}
+        return [_call("mhc_post_pre", T=tokens, D=hidden, aux=aux) for tokens in least.values() for aux in (False, True)]
 
 
 class TokenLogprobs(VllmJitKernel[int]):
@@ -177,8 +182,7 @@ def register(layer, vllm_config) -> None:
     DRAFT_KERNELS.register_warmup(vllm_config)
     TOKEN_LOGPROBS.register_warmup(vllm_config)
     hidden, streams = layer.hidden_size, vllm_config.model_config.hf_config.hc_mult
-    if boundary_asked():
-        BOUNDARY_KERNELS.register_warmup(hidden)
+    BOUNDARY_KERNELS.register_warmup(hidden)
     for columns in (hidden, streams * hidden):  # one stream in the first layer
         mhc._HC_PRENORM_GEMM_TILELANG_KERNEL.register_warmup(
             vllm_config, hidden_size=columns, hc_mult=1, n_out=streams * (streams + 2)

@@ -106,9 +106,14 @@ def _mhc_project_kernel(
     tl.store(partial_ptr[:, None] + n[None, :], products, live[:, None] & (n < 24)[None, :])
 
 
+def rows_of(tokens: int) -> int:
+    """Tokens of a program of the projection."""
+    return 64 if tokens <= 2048 else 128
+
+
 def splits_of(tokens: int, dim: int) -> tuple[int, int, int]:
     """(tokens of a program of the projection, blocks of each split, splits): enough programs for a card."""
-    rows = 64 if tokens <= 2048 else 128
+    rows = rows_of(tokens)
     blocks = triton.cdiv(4 * dim, _BLOCK)
     wanted = min(_MAX_SPLITS, triton.cdiv(_PROGRAMS, triton.cdiv(tokens, rows)), blocks)
     share = triton.cdiv(blocks, wanted)
