@@ -94,8 +94,9 @@ def test_pre_of_the_first_layer(tokens, hidden):
 @each_batch
 @each_hidden
 @pytest.mark.parametrize("aux", [False, True])
-def test_post_pre(tokens, hidden, aux):
+def test_post_pre(tokens, hidden, aux, monkeypatch):
     """What follows the expansion is compared on upstream's own streams: a rounding apart is no fault of it."""
+    monkeypatch.setenv("VLLM_AMPERE_KERNELS", "mhc_post_pre=upstream")
     op = mhc_post_pre.OP
     given, got = run_twice(op, upstream_post_pre, T=tokens, D=hidden, aux=aux)
     y, streams, post, comb, capture = (given.pop(n) for n in ("y", "streams", "post", "comb", "capture_aux"))

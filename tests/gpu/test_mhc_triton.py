@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.interpreter.test_mhc import *  # noqa: F403
-from tests.interpreter.test_mhc import boundary, kernels
+from tests.interpreter.test_mhc import boundary
 from vllm.ampere.kernels.mhc.mhc_post_pre import OP, mhc_post_pre
 from vllm.ampere.kernels.mhc.reference import mhc_post_ref
 from vllm.ampere.testing.parity import assert_parity, assert_same_bits, produce
@@ -30,21 +30,3 @@ def test_boundary_at_the_models_size(tokens):
     streams = mhc_post_ref(given["y"], given["streams"], given["post"], given["comb"])
     assert_same_bits({"streams": got["streams"]}, {"streams": streams})
     assert_parity(OP, got, produce(OP, OP.reference, given))
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 8, 32])
-def test_one_launch_after_another_has_the_bits_of_two(tokens, monkeypatch):
-    """Many in a queue, and replayed: whichever program arrives last, and whatever L1 holds of the launch before."""
-    given = moved_to_card(boundary(tokens, tokens, dim=5120))
-    monkeypatch.setattr(kernels, "_ONE_LAUNCH_UP_TO", 0)
-    want = produce(OP, mhc_post_pre, given)
-    monkeypatch.setattr(kernels, "_ONE_LAUNCH_UP_TO", 32)
-    for got in [produce(OP, mhc_post_pre, given) for _ in range(100)]:
-        assert_same_bits(got, want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = produce(OP, mhc_post_pre, given)
-    for _ in range(20):
-        graph.replay()
-    assert_same_bits(captured, want)
-    assert not kernels._arrived(given["y"].device).any()

@@ -9,7 +9,6 @@ pytest.importorskip("vllm.platforms", reason="needs the engine environment, .ven
 
 from vllm.ampere.integration import gate, mhc
 from vllm.ampere.integration.warmup import BOUNDARY_KERNELS
-from vllm.ampere.kernels.mhc import mhc_post_pre_triton
 from vllm.ampere.kernels.mhc.mhc_post_pre import OP
 from vllm.ampere.kernels.registry import Case
 from vllm.ampere.testing.specialization import recorded_launches
@@ -45,9 +44,9 @@ def test_who_serves_a_batch(kernels, upstreams, monkeypatch):
     assert served() == list(range(12))
 
 
-def test_long_batches_are_ours():
-    """The rule as it is: a batch that four launches compute."""
-    assert mhc.serves(8192)
+def test_one_token_and_long_batches_are_ours():
+    """The rule as it is: one token, and a batch that four launches compute."""
+    assert mhc.serves(1) and mhc.serves(8192)
 
 
 def test_ours_through_upstreams_function(monkeypatch):
@@ -64,11 +63,10 @@ def test_ours_through_upstreams_function(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels, up_to, first, binaries", [
-    ("", 0, 257, 6), ("", 0, 2049, 5), ("", 40, 3000, 14), ("mhc_post_pre=triton", 0, 257, 15), ("mhc_post_pre=upstream", 0, 257, 0),
+    ("", 4, 33, 9), ("", 0, 33, 6), ("", 0, 2049, 5), ("", 40, 3000, 9), ("mhc_post_pre=triton", 0, 257, 9), ("mhc_post_pre=upstream", 4, 33, 0),
 ])
 def test_any_number_of_tokens_reaches_what_was_warmed(kernels, up_to, first, binaries, monkeypatch):
     rule(monkeypatch, kernels, up_to, first)
-    monkeypatch.setattr(mhc_post_pre_triton, "_ONE_LAUNCH_UP_TO", 32)
     function = OP.implementations[0].function
     with recorded_launches() as warmed:
         for call in BOUNDARY_KERNELS.get_warmup_keys(96):

@@ -10,7 +10,7 @@ from . import gate
 
 # Tokens of a batch: ours serve up to the first number and from the second on, upstream's between them
 # (docs/en/kernels/mhc.md). At 0 the former serve no batch.
-_OURS_UP_TO, _OURS_FROM = 0, 257
+_OURS_UP_TO, _OURS_FROM = 4, 33
 
 
 def serves(tokens: int) -> bool:

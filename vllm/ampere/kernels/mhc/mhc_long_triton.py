@@ -62,20 +62,14 @@ def _mhc_expand_kernel(
 
 
 @triton.jit
-def bfloat16_terms(fn):
-    """The three bfloat16 numbers whose sum is a float32: they hold all of its 24 bits."""
+def _mhc_terms_kernel(fn_ptr, terms_ptr, stride_fn, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr):
+    """The projection as bfloat16 [3, PARTIALS, WIDTH], which hold all 24 bits of a float32; rows from 24 on are zero."""
+    n, d = tl.arange(0, PARTIALS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    fn = tl.load(fn_ptr + n * stride_fn + d, (n < 24) & (d < WIDTH), other=0.0)
     high = fn.to(tl.bfloat16)
     rest = fn - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def _mhc_terms_kernel(fn_ptr, terms_ptr, stride_fn, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr):
-    """The projection as bfloat16 [3, PARTIALS, WIDTH]; rows from 24 on are zero."""
-    n, d = tl.arange(0, PARTIALS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    fn = tl.load(fn_ptr + n * stride_fn + d, (n < 24) & (d < WIDTH), other=0.0)
-    high, middle, low = bfloat16_terms(fn)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     terms_ptr += n * WIDTH + d
     tl.store(terms_ptr, high, d < WIDTH)
     tl.store(terms_ptr + PARTIALS * WIDTH, middle, d < WIDTH)
@@ -99,9 +93,10 @@ def _mhc_project_kernel(
         high = tl.load(term_ptr, (d < WIDTH)[:, None], other=0.0)
         middle = tl.load(term_ptr + PARTIALS * WIDTH, (d < WIDTH)[:, None], other=0.0)
         low = tl.load(term_ptr + 2 * PARTIALS * WIDTH, (d < WIDTH)[:, None], other=0.0)
-        products = tl.dot(x, low, products)
-        products = tl.dot(x, middle, products)
-        products = tl.dot(x, high, products)
+        # A matrix unit cuts off what it adds to long sums: those of blocks are added by rounding.
+        block_products = tl.dot(x, low)
+        block_products = tl.dot(x, middle, block_products)
+        products += tl.dot(x, high, block_products)
     partial_ptr += (tl.program_id(1).to(tl.int64) * tokens + row) * PARTIALS
     tl.store(partial_ptr[:, None] + n[None, :], products, live[:, None] & (n < 24)[None, :])
 

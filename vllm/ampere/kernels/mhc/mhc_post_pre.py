@@ -55,9 +55,7 @@ def mhc_post_pre(
 
     Numerics: as `mhc_post`, whose result is rounded to bfloat16, then `mhc_pre`; the mean is taken in
     float32. Bits are those of the two ops one after the other.
-    Graph safety: allocates its results, does not synchronise, depends on no host value. Up to 32 tokens `triton` counts
-    arrivals in one buffer a device, made by the first call, which must not be captured: two calls must not run at the
-    same time on two streams of a device.
+    Graph safety: allocates its results, does not synchronise, depends on no host value.
     Raises: ContractError on a wrong dtype, shape, stride or device.
     Source: model_spec section 4; replaces `mhc_shifted_post_pre` (its own order: numbers before pre_mix).
     """
