@@ -3,7 +3,7 @@
 
 `tests/e2e/staged_engine.py` runs them, with the GPU's options: each runs the scenarios by itself, and the ones on a
 single card then execute what the stages scheduled for several requests at once. Between two layers upstream's mHC
-kernels compute on streams that are not rounded yet, where up to 32 rows are in a step; a stage sends rounded ones. So the
+kernels compute on streams that are not rounded yet, where 5 to 32 rows are in a step; a stage sends rounded ones. So the
 one card that stages are held against hands its streams over at the same layer as they do.
 """
 
