@@ -7,9 +7,8 @@ from .. import envs
 from ..kernels.mhc.mhc_post_pre import mhc_post_pre
 from . import gate
 
-
-# Tokens of a batch: ours serve up to the first number and from the second on, upstream's between them
-# (docs/en/kernels/mhc.md). At 0 the former serve no batch.
+# Tokens of a batch: ours serve up to the first number and from the second on, upstream's between them, as raced
+# (docs/en/kernels/mhc.md).
 _OURS_UP_TO, _OURS_FROM = 4, 33
 
 
