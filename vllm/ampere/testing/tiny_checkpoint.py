@@ -121,7 +121,8 @@ def _acquire(partial: Path) -> int:
                 return handle
 
 
-def _fill(folder: Path, recipe: tiny_config.Recipe, seed: int) -> None:
+def describe(folder: Path, recipe: tiny_config.Recipe) -> dict:
+    """Write everything but the weights, config and tokenizer, and return config.json's content."""
     tokenizer = tiny_tokenizer.deepseek() if recipe.own_tokenizer else tiny_tokenizer.tiny()
     config = tiny_config.build_config(recipe, max(token_classes.token_classes(tokenizer)) + 1)
     _write_json(folder / "config.json", config)
@@ -129,6 +130,11 @@ def _fill(folder: Path, recipe: tiny_config.Recipe, seed: int) -> None:
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     limit = config["text_config"]["max_position_embeddings"]
     _write_json(folder / "tokenizer_config.json", tiny_tokenizer.tokenizer_config(limit))
+    return config
+
+
+def _fill(folder: Path, recipe: tiny_config.Recipe, seed: int) -> None:
+    config = describe(folder, recipe)
     specs = list(tensor_table.expected_tensors(config))
     weights = tiny_weights.TinyWeights(recipe, specs, seed)
     by_shard = itertools.groupby(specs, key=lambda spec: tensor_table.shard_key(spec.name))

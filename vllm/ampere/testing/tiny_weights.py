@@ -95,8 +95,7 @@ class TinyWeights:
         """E4M3 with a scale a 32x32 tile, or two E2M1 codes a byte with a scale a row and 32 inputs."""
         packed = spec.dtype == "I8"
         rows, inner = spec.shape[0], spec.shape[1] * (2 if packed else 1)
-        gain = self.recipe.block_gain if spec.name.endswith(_OUTPUTS) else _GAIN
-        normal = self._normal(spec.name, rows, inner) * (gain / math.sqrt(inner * _TILE_VARIANCE))
+        normal = self._normal(spec.name, rows, inner) * (self._gain(spec) / math.sqrt(inner * _TILE_VARIANCE))
         high = 1 if packed else TILE
         padded = torch.nn.functional.pad(normal, (0, -inner % TILE, 0, -rows % high))
         tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, high))
@@ -106,13 +105,17 @@ class TinyWeights:
         exponent = _exponent(tiles.abs().amax((1, 3)), E2M1_MAX if packed else E4M3_MAX)
         codes = torch.ldexp(tiles, -exponent[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :inner]
         stored = _pack_e2m1(codes) if packed else codes.to(torch.float8_e4m3fn)
-        return {spec.name: stored.contiguous(), spec.name.removesuffix("weight") + "scale": _ue8m0(exponent)}
+        return {spec.name: stored.contiguous(), spec.name.removesuffix("weight") + "scale": ue8m0(exponent)}
+
+    def _gain(self, spec: TensorSpec) -> float:
+        """Of a quantised matrix, relative to 1 / sqrt(inputs)."""
+        return self.recipe.block_gain if spec.name.endswith(_OUTPUTS) else _GAIN
 
     def _engram_table(self, spec: TensorSpec) -> dict[str, torch.Tensor]:
         scale = self.specs[spec.name.removesuffix("weight") + "scale"]
         codes = (50 * self._normal(spec.name, *spec.shape)).clamp(-E4M3_MAX, E4M3_MAX)
         exponent = torch.from_numpy(self._stream(scale.name).integers(-7, -4, scale.shape))
-        return {spec.name: codes.to(torch.float8_e4m3fn), scale.name: _ue8m0(exponent)}
+        return {spec.name: codes.to(torch.float8_e4m3fn), scale.name: ue8m0(exponent)}
 
 
 def _exponent(amax: torch.Tensor, largest: float) -> torch.Tensor:
@@ -121,7 +124,8 @@ def _exponent(amax: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.where(amax > 0, exponent - (mantissa == 0.5).int(), 0)
 
 
-def _ue8m0(exponent: torch.Tensor) -> torch.Tensor:
+def ue8m0(exponent: torch.Tensor) -> torch.Tensor:
+    """Powers of two as UE8M0 bytes."""
     return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
