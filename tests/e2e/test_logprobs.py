@@ -74,14 +74,22 @@ def test_prompt_logprobs_bypass_cache_and_replay(session):
     assert len(answer.prompt_logprobs) == 699
 
 
+def prompt_rms(decoder, given, answer) -> float:
+    """Without the worst token in a hundred: a near tie in a selection falls as the processor's sums do, and moves its own."""
+    want = decoder.logits(given)[:-1].log_softmax(-1).gather(1, torch.tensor(given[1:])[:, None])[:, 0]
+    off = (answer.prompt_logprobs - want).abs().sort().values
+    return off[: len(off) - len(off) // 100].square().mean().sqrt().item()
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prompt_logprobs(session, length):
-    answer = session.measure("no-replay", prompt_logprobs, length)
-    given = prompt(length, 4)
-    want = session.decoder("no-replay").logits(given)[:-1].log_softmax(-1).gather(1, torch.tensor(given[1:])[:, None])[:, 0]
-    rms = (answer.prompt_logprobs - want).square().mean().sqrt().item()
+    """And the broken rule that is nearest to the right one is noticed."""
+    answer, given = session.measure("no-replay", prompt_logprobs, length), prompt(length, 4)
+    rms = prompt_rms(session.decoder("no-replay"), given, answer)
     session.figures[f"no-replay: prompt of {length} tokens"] = rms
     assert rms < RMS_BOUND
+    if length == max(LENGTHS):
+        assert prompt_rms(session.decoder("no-replay", CONTROLS["no_cache_rounding"]), given, answer) > RMS_BOUND
 
 
 def test_two_requests_at_once(session):
