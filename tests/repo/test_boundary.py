@@ -11,8 +11,8 @@ from tests.repo.checkout import OVERLAY, ROOT, imported, modules, tree
 
 # Run before anything is installed.
 SCRIPTS = ("archive.py", "environment.py", "demo.py")
-# Variables that programs of every kind honour.
-CONVENTIONS = ("NO_COLOR", "XDG_CACHE_HOME")
+# Variables that programs of every kind honour, and one of vLLM's that it overrides.
+CONVENTIONS = ("NO_COLOR", "XDG_CACHE_HOME", "VLLM_WORKER_MULTIPROC_METHOD")
 # What the console command imports before it knows what is asked of it.
 LIGHT = ("errors", "envs", "cli.main")
 

@@ -1,10 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable that this package reads, in one table."""
 
+import contextlib
+import functools
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import SelectionError
+
+OURS = (
+    "VLLM_AMPERE_ASSUME",
+    "VLLM_AMPERE_CHAT",
+    "VLLM_AMPERE_KERNELS",
+    "VLLM_AMPERE_PLATFORM",
+    "VLLM_AMPERE_TRACE",
+    "VLLM_AMPERE_TRACEBACK",
+)
+
+
+def readers() -> dict[str, Callable[[], str | None]]:
+    """What reads each variable of `OURS`, in the form of vLLM's own table."""
+    return {name: functools.partial(os.environ.get, name) for name in OURS}
 
 
 def kernels() -> dict[str, str]:
@@ -60,6 +77,15 @@ def platform() -> str:
     it finds none; "cpu" takes the CPU platform in any case.
     """
     return os.environ.get("VLLM_AMPERE_PLATFORM", "auto")
+
+
+@contextlib.contextmanager
+def forks() -> Iterator[None]:
+    """`VLLM_WORKER_MULTIPROC_METHOD=fork`, a variable of vLLM's, survives the code inside, which sets "spawn"."""
+    asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+    yield
+    if asked == "fork":
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
 
 
 def trace_path() -> str:

@@ -3,17 +3,22 @@
 
 from vllm.platforms import current_platform
 
+from .. import envs
+
 
 def register() -> None:
     """Put our checks before DeepSeek-V4.1 is loaded and, without a GPU, our bindings before it is built.
 
     On Ampere the patch series calls the integration directly; on newer cards the checks step aside.
     """
+    from vllm.envs import environment_variables
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from . import emulate_sm80
     from .verify import AmpereDeepseekV41Config
 
+    # vLLM warns of a VLLM_ name that it does not know, or refuses it, and hands only known ones to Ray's workers.
+    environment_variables.update(envs.readers())
     emulate_sm80.install()
     MODELS_CONFIG_MAP["DeepseekV41ForCausalLM"] = AmpereDeepseekV41Config
     if current_platform.is_cpu():

@@ -39,7 +39,8 @@ class AmpereCpuPlatform(CpuPlatform):
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = (scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching)
         asynchronous = scheduler.async_scheduling
-        super().check_and_update_config(vllm_config)
+        with envs.forks():  # a spawned process imports PyTorch and vLLM again
+            super().check_and_update_config(vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             # The order of batches over stages is scheduled as on cards; one process has nothing to overlap.
