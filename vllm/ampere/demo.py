@@ -50,6 +50,7 @@ SERVER_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process imports PyTorch and vLLM again
     "VLLM_CACHE_ROOT": str(environment.CACHE / "vllm"),
     "TRITON_CACHE_DIR": str(environment.CACHE / "triton"),
     "HF_HUB_OFFLINE": "1",
