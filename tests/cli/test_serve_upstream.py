@@ -62,9 +62,9 @@ def test_vllm_understands_every_argument(parser, name, given):
     assert found.max_model_len == (4096 if given else asked.context)
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (asked.requests, asked.batched_tokens)
     assert found.gpu_memory_utilization == asked.memory_fraction
-    assert found.attention_config.sparse_mla_prefill_workspace_factor == asked.factor
     assert found.engram_config.cpu_offload and found.engram_config.use_thp is not bool(given)
-    assert found.speculative_config == {"method": "dspark", "num_speculative_tokens": 5}
+    drafts = {"method": "dspark", "num_speculative_tokens": 5}
+    assert found.speculative_config == (drafts if asked.draft_tokens else None)
     assert parsed.headless is bool(node)
     assert (found.nnodes, found.node_rank, found.master_addr) == ((2, 1, "192.0.2.5") if node else (1, 0, "127.0.0.1"))
 

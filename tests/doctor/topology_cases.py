@@ -122,7 +122,7 @@ TOPOLOGY = [
     Expected("AMP601", FAIL, "8 cards of 39.4 GiB", both(cards_of(39.39), asking(preset=ONE_NODE))),
     Expected("AMP601", FAIL, "2 cards of", variables(preset=ONE_NODE, CUDA_VISIBLE_DEVICES="0,1")),
     Expected("AMP601", OK, "8 cards of 78.5 GiB", both(cards_of(78.5), asking(preset=ONE_NODE))),
-    Expected("AMP602", FAIL, "lacks", asking(preset="rtx3090-24g-x16-tp8-pp2")),
+    Expected("AMP602", FAIL, "lacks", asking(preset="a100-80g-x4-tp4")),
     Expected("AMP603", WARN, "8 cards of 23.7 GiB: the nearest is", cards_of(23.7)),
     Expected("AMP603", OK, "fits: ", cards_of(63.5)),
     Expected("AMP603", UNKNOWN, "no cards", attributes(cards=[])),

@@ -10,14 +10,14 @@ from vllm.ampere.planner.presets import load, names
 
 # GiB that the tightest card lacks; 0 where it fits.
 MISSING = {
-    "a100-80g-x4-tp4": 4.21,
+    "a100-80g-x4-tp4": 3.63,
     "a100-80g-x8-tp8": 0,
     "a100-80g-x8-tp8-ep": 0,
     "a6000-48g-x8-tp4-pp2": 0,
     "a800-40g-x16-tp8-pp2": 0,
     "a800-80g-x8-tp4-pp2": 0,
     "ga100-64g-x6-tp2-pp3": 0,
-    "rtx3090-24g-x16-tp8-pp2": 1.55,
+    "rtx3090-24g-x16-tp8-pp2": 0,
 }
 
 

@@ -38,7 +38,6 @@ ALIASES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-ep": "--enable-expert-parallel",
-    "-ac": "--attention-config",
     "-sc": "--speculative-config",
     "-n": "--nnodes",
     "-r": "--node-rank",

@@ -10,15 +10,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..cache_layout import HEAD_DIM, INDEX_KEY
+from ..cache_layout import HEAD_DIM
 from ..model_spec import STREAMS, ModelSpec
 from .pipeline import Stage, relay_latents
 
 GIB = 2**30
 # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB.
 _PREFILL_LOGITS_BYTES = 512 * 2**20
-# The indexer's gather workspace holds this many rows a token of context and unit of its factor.
-_GATHER_ROWS = 576 * 2 // INDEX_KEY.row_bytes
 # Copies of the four streams alive at once in a layer: residual, its update, and one in float32.
 _LIVE_STREAM_BYTES = 2 + 2 + 4
 
@@ -36,7 +34,6 @@ class Serving(BaseModel):
         images: the vision tower is loaded.
         huge_pages: engram tables on transparent huge pages (`use_thp`).
         memory_fraction: share of a card that vLLM may use (`--gpu-memory-utilization`).
-        workspace_factor: `sparse_mla_prefill_workspace_factor`; None takes vLLM's own choice.
         gather_requests: longest requests whose cache a prefill gathers into a bfloat16 workspace at once; stock
             vLLM uses 4.
         graphs_gib, runtime_gib: captured CUDA graphs; CUDA context and NCCL buffers.
@@ -51,7 +48,6 @@ class Serving(BaseModel):
     images: bool = True
     huge_pages: bool = True
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.92
-    workspace_factor: Annotated[int, Field(ge=2)] | None = None
     gather_requests: Annotated[int, Field(ge=0)] = 1
     graphs_gib: Annotated[float, Field(ge=0)] = 1.0
     runtime_gib: Annotated[float, Field(ge=0)] = 1.25
@@ -59,11 +55,6 @@ class Serving(BaseModel):
     def of(self, spec: ModelSpec) -> "Serving":
         """The same of a model, which may have no draft."""
         return self if spec.num_nextn_predict_layers else self.model_copy(update={"draft_tokens": 0})
-
-    @property
-    def factor(self) -> int:
-        """The indexer's workspace factor that is in force."""
-        return self.workspace_factor or (5 if self.context <= 256 * 1024 else 2)
 
     @property
     def rows(self) -> int:
@@ -77,11 +68,11 @@ def workspace_bytes(
     """Bytes of each workspace on each rank of a stage.
 
     Keys:
-        gather: bfloat16 rows of a prefill, or the indexer's gathered keys: one pool, the larger.
+        gather: bfloat16 rows of a prefill.
         logits: the indexer's float32 scores, prefill chunk or decode step, the larger.
         selection: chosen rows and candidate blocks of a step's tokens, int32.
         activations: the residual streams, the experts' products and the vocabulary's logits.
-        draft: the streams that the engine keeps for a draft.
+        draft: what DSpark is fed with, a row of the hidden size a token.
         relay: latents of a step, bfloat16, that a relayed cut takes from this stage, brings to it, or both.
         graphs, runtime: as given.
     """
@@ -89,8 +80,6 @@ def workspace_bytes(
     ratios = [layer.ratio for layer in spec.layers[stage.start : stage.end] if layer.ratio]
     rows = -(-serving.context // min(ratios)) if ratios else 0
     window = spec.sliding_window + tokens
-    prefill = serving.gather_requests * (rows + window) * HEAD_DIM * 2
-    keys = serving.context * _GATHER_ROWS * serving.factor * INDEX_KEY.row_bytes if ratios else 0
     scores = max(_PREFILL_LOGITS_BYTES, serving.rows * rows * 4) if ratios else 0
     chosen = spec.index_topk + (spec.candidate_topk_blocks if spec.candidate_source_layer_id >= 0 else 0)
     streams = tokens * STREAMS * spec.hidden_size
@@ -98,11 +87,11 @@ def workspace_bytes(
     experts = tokens * spec.num_experts_per_tok * (3 * intermediate + spec.hidden_size) * 2
     vocabulary = 2 * serving.rows * spec.vocab_size * 4 if stage.last else 0
     return {
-        "gather": max(prefill, keys),
+        "gather": serving.gather_requests * (rows + window) * HEAD_DIM * 2,
         "logits": scores,
         "selection": tokens * chosen * 4 if ratios else 0,
         "activations": streams * _LIVE_STREAM_BYTES + max(experts, vocabulary),
-        "draft": streams * 2 if stage.last and serving.draft_tokens else 0,
+        "draft": tokens * spec.hidden_size * 2 if stage.last and serving.draft_tokens else 0,
         "relay": relay_latents(spec, stage) * tokens * HEAD_DIM * 2,
         "graphs": int(serving.graphs_gib * GIB),
         "runtime": int(serving.runtime_gib * GIB),

@@ -156,7 +156,6 @@ class Plan:
         words += ["--enable-expert-parallel"] * (self.layout.expert_parallel and self.layout.tensor > 1)
         words += ["--max-model-len", str(serving.context), "--max-num-batched-tokens", str(serving.batched_tokens)]
         words += ["--max-num-seqs", str(serving.requests), "--gpu-memory-utilization", str(serving.memory_fraction)]
-        words += ["--attention-config", _json(sparse_mla_prefill_workspace_factor=serving.factor)]
         if any(self.host_bytes):
             words += ["--engram-config", _json(cpu_offload=True, use_thp=serving.huge_pages)]
         if serving.draft_tokens:
