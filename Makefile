@@ -3,6 +3,8 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensurepip, tomllib' 2>/dev/null && echo $$p && exit; done; echo python3)
 ENV = $(PYTHON) vllm/ampere/environment.py
 NOT_HERE = not gpu and not multi_gpu and not image
+# Processes that run tests, each a file at a time.
+JOBS ?= 2
 
 .PHONY: help demo test test-long search-pipeline test-gpu test-ampere test-image image kernel-table bench charts env patch clean
 
@@ -12,9 +14,9 @@ help:  ## this list
 demo:  ## serve a tiny random DeepSeek-V4.1 on this machine's CPU and stream one answer (DEMO_PORT, DEMO_ONCE)
 	@$(PYTHON) vllm/ampere/demo.py $(if $(DEMO_PORT),--port $(DEMO_PORT)) $(if $(filter 1,$(DEMO_ONCE)),--once)
 
-test:  ## every test that needs no GPU and is not marked long
+test:  ## every test that needs no GPU and is not marked long (JOBS=2: files at once)
 	@$(ENV) cpu oracle
-	.venv/bin/python -m pytest -m "not long and not oracle and $(NOT_HERE)" --durations=10
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not long and not oracle and $(NOT_HERE)" --durations=10
 	.venv-oracle/bin/python -m pytest tests/oracle -m "not long and $(NOT_HERE)" --durations=5
 
 test-long:  ## the tests marked long; they fetch the source archive from the package index

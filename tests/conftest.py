@@ -6,8 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.tables import TABLES, add
 
 ROOT = Path(__file__).resolve().parents[1]
+ENGINES = "tests/e2e/"
 # Tests of a marker run in one environment of `make env` only. Inside it nothing is skipped for want of a package.
 HOMES = {"vllm": ".venv", "oracle": ".venv-oracle"}
 
@@ -31,9 +33,42 @@ def pytest_collection_modifyitems(items):
         for marker, reason in obstacles.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))  # what takes longest is begun first
 
 
-def pytest_terminal_summary(terminalreporter):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        """A file is run by one process, and the files of engines by one together: an engine's processes fill two cores."""
+
+        def _split_scope(self, nodeid):
+            return ENGINES if nodeid.startswith(ENGINES) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
+
+
+def pytest_configure(config):
+    config.stash[TABLES] = {}
+
+
+def pytest_sessionfinish(session):
+    """A process of pytest-xdist hands its tables to the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tables"] = session.config.stash[TABLES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    add(node.config.stash[TABLES], getattr(node, "workeroutput", {}).get("tables", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for title, figures in config.stash[TABLES].items():
+        terminalreporter.section(title)
+        for label, figure in figures.items():
+            terminalreporter.write_line(f"{figure:10.4f}  {label}")
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
     )

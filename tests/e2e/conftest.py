@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.tables import TABLES, add
 from tokenizers import Tokenizer
 
 from vllm.ampere.model_spec import ModelSpec
@@ -114,25 +115,12 @@ class Timer:
         self._table[self._label] += time.monotonic() - self._start
 
 
-SESSION = pytest.StashKey[Session]()
-
-
 @pytest.fixture(scope="session")
 def session(tmp_path_factory, request):
     session = Session(tmp_path_factory.mktemp("e2e"))
-    request.config.stash[SESSION] = session
     yield session
     session.close()
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    session = config.stash.get(SESSION, None)
-    if session is None:
-        return
-    terminalreporter.section("end to end: seconds")
-    for label, seconds in session.seconds.items():
-        terminalreporter.write_line(f"{seconds:8.1f}  {label}")
-    terminalreporter.write_line(f"{sum(session.seconds.values()):8.1f}  sum")
-    terminalreporter.section("end to end: rms against the reference decoder")
-    for label, rms in session.figures.items():
-        terminalreporter.write_line(f"{rms:8.4f}  {label}")
+    seconds = {**session.seconds, "sum": sum(session.seconds.values())}
+    add(request.config.stash[TABLES], {
+        "end to end: seconds": seconds, "end to end: rms against the reference decoder": session.figures,
+    })

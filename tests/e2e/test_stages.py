@@ -71,15 +71,15 @@ class Layout:
         return [sum(self.partition[:stage]) for stage in range(len(self.partition))]
 
 
-# The second stage starts at the last KV source (20,20 of the release), at the first, or after one window layer; at an
-# index source behind the last KV source (28 of 14,14,12), or at the layer after it, before which no row is left out.
-SHORT = (Layout((4, 4), True), Layout((4, 4), False), Layout((2, 6), False), Layout((1, 7), True),
-         Layout((6, 2), True), Layout((5, 3), False))
-# Starts 3 (ratio 2) and 7 (no index source behind it); groups over three stages, and over four, one of which ends with
-# the source; 4,2,2 has the shape of 14,14,12.
-LONG = (Layout((2, 6), True), Layout((1, 7), False), Layout((2, 2, 4), True), Layout((2, 2, 4), False),
-        Layout((1, 1, 2, 4), True), Layout((6, 2), False), Layout((5, 3), True), Layout((3, 5), True), Layout((7, 1), False),
-        Layout((4, 2, 2), True), Layout((5, 1, 2), False), Layout((3, 2, 1, 2), True), Layout((1, 4, 2, 1), False))
+# The second stage starts at the last KV source (20,20 of the release), or at the first; at an index source behind the last
+# KV source (28 of 14,14,12), or at the layer after it, before which no row is left out.
+SHORT = (Layout((4, 4), True), Layout((2, 6), False), Layout((6, 2), True), Layout((5, 3), False))
+# The same scheduled the other way; starts 1 (after one window layer), 3 (ratio 2) and 7 (no index source behind it); groups
+# over three stages, and over four, one of which ends with the source; 4,2,2 has the shape of 14,14,12.
+LONG = (Layout((4, 4), False), Layout((2, 6), True), Layout((1, 7), True), Layout((1, 7), False), Layout((2, 2, 4), True),
+        Layout((2, 2, 4), False), Layout((1, 1, 2, 4), True), Layout((6, 2), False), Layout((5, 3), True),
+        Layout((3, 5), True), Layout((7, 1), False), Layout((4, 2, 2), True), Layout((5, 1, 2), False),
+        Layout((3, 2, 1, 2), True), Layout((1, 4, 2, 1), False))
 TENSOR = (Layout((4, 4), True, tensor=2), Layout((6, 2), True, tensor=2), Layout((4, 2, 2), False, tensor=2))
 VISION = (Layout((2, 6), True, images=True), Layout((6, 2), True, images=True))
 GROUPS = {layout: group for group in (SHORT, LONG, TENSOR, VISION) for layout in group}
@@ -91,9 +91,9 @@ ALONE = [pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=case.mar
 SPOILED = {
     SHORT[0]: {"hidden_states": ("20", {"log-probabilities", "taps"}), "pre_mix": ("20", {"log-probabilities", "taps"}),
                "aux_hidden_states_0": ("20", {"taps"})},
-    SHORT[2]: {"input_ids": ("20", {"log-probabilities"}), "lookback_token_ids": ("20", {"log-probabilities"})},
-    SHORT[4]: {LATENT: ("warm", {"log-probabilities"}), CANDIDATES: ("warm", {"log-probabilities"})},
-    SHORT[5]: {LATENT: ("warm", {"log-probabilities"}), TOPK: ("warm", {"log-probabilities"}),
+    SHORT[1]: {"input_ids": ("20", {"log-probabilities"}), "lookback_token_ids": ("20", {"log-probabilities"})},
+    SHORT[2]: {LATENT: ("warm", {"log-probabilities"}), CANDIDATES: ("warm", {"log-probabilities"})},
+    SHORT[3]: {LATENT: ("warm", {"log-probabilities"}), TOPK: ("warm", {"log-probabilities"}),
                CANDIDATES: ("warm", {"log-probabilities"})},
     VISION[0]: {"input_ids": ("image", {"log-probabilities"})},
 }
