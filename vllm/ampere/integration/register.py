@@ -17,7 +17,7 @@ def register() -> None:
     from . import emulate_sm80
     from .verify import AmpereDeepseekV41Config
 
-    # vLLM warns of a VLLM_ name that it does not know, or refuses it, and hands only known ones to Ray's workers.
+    # vLLM warns of a VLLM_ name that it does not know, or refuses it.
     environment_variables.update(envs.readers())
     emulate_sm80.install()
     MODELS_CONFIG_MAP["DeepseekV41ForCausalLM"] = AmpereDeepseekV41Config
