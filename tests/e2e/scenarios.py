@@ -37,7 +37,8 @@ class Configuration:
 CONFIGURATIONS = {
     "plain": Configuration("sharp"),
     "no-replay": Configuration("sharp", {"swa_bounded_replay": False, "enable_prefix_caching": False}),
-    "tp2": Configuration("sharp", {"tensor_parallel_size": 2}),
+    # The others fork; without vllm-ampere's command a server spawns.
+    "tp2": Configuration("sharp", {"tensor_parallel_size": 2}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
     "pp2": Configuration("sharp", {"pipeline_parallel_size": 2}, {"VLLM_PP_LAYER_PARTITION": "4,4"}),
     "wide-topk": Configuration("wide_topk"),
     "agreeing": Configuration("parrot"),
