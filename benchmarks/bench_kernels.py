@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -210,11 +211,17 @@ def selected(number: int | None, only: list[str] | None) -> list[Op]:
     return [all_ops()[name] for name in only or SETS.get(number) or all_ops()]
 
 
-def run(ops: list[Op], told: Callable[[Findings, str], None]) -> Findings:
+def matching(patterns: list[str]) -> list[Shape]:
+    """The shapes whose names match one of the patterns of a shell."""
+    return [shape for shape in all_shapes() if any(fnmatch(shape.figure, pattern) for pattern in patterns)]
+
+
+def run(ops: list[Op], shapes: list[Shape], told: Callable[[Findings, str], None]) -> Findings:
     """Check and time.
 
     Args:
-        ops: in this order.
+        ops: in this order; those without one of the shapes are checked only.
+        shapes: in this order.
         told: called after each shape, and at the end, with what was found so far and which code ran on which card.
     """
     native = torch.cuda.get_device_capability() < (8, 9)
@@ -239,7 +246,7 @@ def run(ops: list[Op], told: Callable[[Findings, str], None]) -> Findings:
             continue
         with ours():
             check_cases(op, function, findings)
-        for shape in all_shapes():
+        for shape in shapes:
             if shape.op == op.name:
                 def check(op=op, function=function, shape=shape):
                     with ours():
@@ -262,8 +269,14 @@ def main() -> int:
         help="1 sparse MLA and gather, 2 mHC, 3 combine and indexer, 4 experts, 5 draft sampler, 6 engram",
     )
     parser.add_argument("--only", nargs="+", metavar="OP", choices=sorted(all_ops()), help="these ops")
+    parser.add_argument("--shapes", nargs="+", metavar="PATTERN", help='these shapes, as "sparse_mla_decode/bs64-*"')
     parser.add_argument("--output", type=Path, help="receipt to write")
     arguments = parser.parse_args()
+    chosen, ops = matching(arguments.shapes or ["*"]), selected(arguments.set, arguments.only)
+    if arguments.shapes:
+        ops = [op for op in ops if any(shape.op == op.name for shape in chosen)]
+        if not ops:
+            parser.error(f"no shape of these ops matches {' '.join(arguments.shapes)}")
     if not torch.cuda.is_available():
         print("error: there is no card to measure\nhint: run it where torch finds a GPU", file=sys.stderr)
         return 2
@@ -281,7 +294,7 @@ def main() -> int:
             samples = findings.samples | {"absent": findings.absent, "failures": findings.failures}
             receipt.write(arguments.output, "kernels", scope, said, findings.figures, samples)
 
-    findings = run(selected(arguments.set, arguments.only), told)
+    findings = run(ops, chosen, told)
     for name, reason in findings.absent.items():
         print(f"{'absent':>12}  {name}: {reason}")
     for name, reason in findings.failures.items():

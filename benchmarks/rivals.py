@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from benchmarks import bounds
 
 from vllm.ampere.kernels.attention.reference import combine_topk_swa_ref
 from vllm.ampere.kernels.engram.engram_lookup import look_up
@@ -426,17 +427,6 @@ def _product_inside(given):
     return lambda: inside(**given), lambda tokens: tokens
 
 
-@triton.jit
-def _empty_kernel(out_ptr):
-    """As many programs as the merge has, and nothing to do."""
-
-
-def _empty(given):
-    tokens, heads = given["partial"].shape[1:3]
-    out = torch.empty(1, device=given["partial"].device)
-    return lambda: _empty_kernel[(tokens * heads,)](out), None
-
-
 _SPARSE = ("sparse_mla_decode", "sparse_mla_rows")
 _PAGED, _TOPK, _EXPERTS = ("paged_mqa_logits",), ("select_topk",), ("mxfp4_experts_decode",)
 def _upstream_engram(given):
@@ -487,7 +477,10 @@ RIVALS = (
     Rival("inside", "inside", ("markov_sampler",), _product_inside, unavailable, lowered_like_ours=True),
     Rival("upstream-engram", "upstream", ("engram_lookup",), _upstream_engram, _needs_fp8),
     Rival("inline", "inline", ("engram_lookup",), _inline_engram, unavailable, lowered_like_ours=True),
-    Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), _empty, unavailable, lowered_like_ours=True),
+    Rival("empty-kernel", "empty-kernel", ("merge_attn_states",), bounds.empty, unavailable, lowered_like_ours=True),
+    Rival("one-load", "one-load", ("merge_attn_states",), bounds.one_load, unavailable, lowered_like_ours=True),
+    Rival("copy-of-rows", "copy", ("gather_dequant",), bounds.copy_of_rows, unavailable, lowered_like_ours=True),
+    Rival("copy-of-keys", "copy", ("key_norm_rope_store",), bounds.copy_of_keys, unavailable, lowered_like_ours=True),
 )
 
 

@@ -265,20 +265,20 @@ def all_shapes() -> tuple[Shape, ...]:
     attention = ("vs-portable-bf16", "vs-flashmla")
     decode = [
         _attention(f"bs{b}-h{h}", "sparse_mla_decode", b, h, 2 * b * TOPK, (*attention, FLOOR, ERROR))
-        for b in (1, 8, 32) for h in (8, 16, 32, 64)
+        for b in (1, 8, 32, 64) for h in (8, 16, 32, 64)
     ]  # fmt: skip
     prefill = [_gathered(t, h, *attention, MMA, ERROR) for t in (1024, 8192) for h in (8, 64)]
     pages = [_attention(f"t1024-h{h}", "sparse_mla_prefill", 1024, h, 16_384, ("vs-gathered", MMA, ERROR)) for h in (8, 64)]
-    merge = [_own("merge_attn_states", f"s{s}", {"S": s, "T": 1, "H": 64}, "vs-empty-kernel") for s in (2, 8, 16)]
+    merge = [_own("merge_attn_states", f"s{s}", {"S": s, "T": 1, "H": 64}, "vs-empty-kernel", "vs-one-load") for s in (2, 8, 16)]
     gather = [
-        _own("gather_dequant", f"ctx{k}k", {"lengths": [k * 1024], "P": 64, "tail": None}, "vs-upstream-triton", FLOOR)
+        _own("gather_dequant", f"ctx{k}k", {"lengths": [k * 1024], "P": 64, "tail": None}, "vs-upstream-triton", "vs-copy", FLOOR)
         for k in (16, 48)
     ]
     insert = {"T": 8192, "S": 8192, "B": 8192 // 32 + 1, "P": 32, "stride": 19_008}
     stores = [
         _own("window_insert", "t8192", insert, FLOOR),
         _own("compressor_insert", "t8192", insert | {"ratio": 1}, FLOOR),
-        _own("key_norm_rope_store", "t8192", {"T": 8192, "P": 64, "M": 4096, "ratio": 1}, FLOOR),
+        _own("key_norm_rope_store", "t8192", {"T": 8192, "P": 64, "M": 4096, "ratio": 1}, "vs-copy", FLOOR),
         _own("query_rope_quant", "t8192", {"T": 8192, "N": 32, "M": 4096}, FLOOR),
     ]
     mhc = [

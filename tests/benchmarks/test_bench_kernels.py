@@ -36,7 +36,7 @@ def _expected(text):
 
 
 FIGURES = (
-    "merge_attn_states/{s2,s8,s16}/vs-empty-kernel",
+    "merge_attn_states/{s2,s8,s16}/{vs-empty-kernel,vs-one-load}",
     "sparse_mla_prefill/{t1024,t8192}-{h8,h64}/{vs-portable-bf16,vs-flashmla,mma-fraction,relative-error}",
     "sparse_mla_pages/t1024-{h8,h64}/vs-gathered",
     "candidate_topk/n1m/vs-upstream",
@@ -290,5 +290,5 @@ def test_rivals_that_cannot_run_here_say_why():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     for rival in rivals.RIVALS:
-        if rival.against not in ("torch", "flattened", "dense", "inline", "empty-kernel", "inside", "gathered"):
+        if rival.against not in ("torch", "flattened", "dense", "inline", "empty-kernel", "one-load", "copy", "inside", "gathered"):
             assert rival.requires() == "there is no card", rival.name

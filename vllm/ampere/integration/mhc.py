@@ -9,7 +9,7 @@ from . import gate
 
 # Tokens of a batch: ours serve up to the first number and from the second on, upstream's between them, as raced
 # (docs/en/kernels/mhc.md).
-_OURS_UP_TO, _OURS_FROM = 4, 33
+_OURS_UP_TO, _OURS_FROM = 12, 33
 
 
 def serves(tokens: int) -> bool:

@@ -13,19 +13,28 @@ import sys
 WARM_STEPS = 5
 
 
-def _serve(llm, job: dict, name: str, profiled: bool) -> None:
-    """All requests from prompt to last token; their prefill and `steps` decode steps leave a trace each."""
+def serve(llm, requests: int, context: int, steps: int, name: str = "", profiled: bool = True) -> None:
+    """All requests from prompt to last token.
+
+    Args:
+        llm: vLLM's engine, with a `profiler_config`.
+        requests: how many.
+        context: tokens of each prompt.
+        steps: decode steps that are looked at.
+        name: what the names of its requests and traces begin with.
+        profiled: prefill and decode steps leave a trace each, "{name}prefill" and "{name}decode".
+    """
     from vllm import SamplingParams
 
     engine, drawn = llm.llm_engine, random.Random(name)
     sampling = SamplingParams(
-        temperature=0, max_tokens=8 * (job["steps"] + 2 * WARM_STEPS), ignore_eos=True, detokenize=False
+        temperature=0, max_tokens=8 * (steps + 2 * WARM_STEPS), ignore_eos=True, detokenize=False
     )
-    identifiers = [f"{name}-{number}" for number in range(job["requests"])]
+    identifiers = [f"{name}{number}" for number in range(requests)]
     if profiled:
-        llm.start_profile("prefill")
+        llm.start_profile(f"{name}prefill")
     for identifier in identifiers:
-        prompt = [drawn.randrange(5, 500) for _ in range(job["context"])]
+        prompt = [drawn.randrange(5, 500) for _ in range(context)]
         engine.add_request(identifier, {"prompt_token_ids": prompt}, sampling)
     answered = set()
     while len(answered) < len(identifiers):
@@ -35,14 +44,21 @@ def _serve(llm, job: dict, name: str, profiled: bool) -> None:
     for _ in range(WARM_STEPS):
         engine.step()
     if profiled:
-        llm.start_profile("decode")
-    for _ in range(job["steps"]):
+        llm.start_profile(f"{name}decode")
+    for _ in range(steps):
         engine.step()
     if profiled:
         llm.stop_profile()
     engine.abort_request(identifiers)
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def profiler(folder: str, stacks: bool = False) -> dict:
+    """vLLM's `profiler_config` that writes traces into a folder, with Python frames or without."""
+    return {
+        "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": stacks, "ignore_frontend": True,
+    }  # fmt: skip
 
 
 def main(job: dict) -> None:
@@ -53,18 +69,12 @@ def main(job: dict) -> None:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="engine arguments"))
     asked = parser.parse_args(["--model", job["model"], *job["arguments"]])
-    options = vars(EngineArgs.from_cli_args(asked)) | {
-        "profiler_config": {
-            "profiler": "torch",
-            "torch_profiler_dir": job["folder"],
-            # On the CPU operators have no names of ours: frames tell whose they are.
-            "torch_profiler_with_stack": job["stacks"] or current_platform.is_cpu(),
-            "ignore_frontend": True,
-        },
-    }
-    llm = LLM(**options)
-    _serve(llm, job, "warm", False)
-    _serve(llm, job, "profiled", True)
+    # On the CPU operators have no names of ours: frames tell whose they are.
+    stacks = job["stacks"] or current_platform.is_cpu()
+    llm = LLM(**vars(EngineArgs.from_cli_args(asked)) | {"profiler_config": profiler(job["folder"], stacks)})
+    sizes = job["requests"], job["context"], job["steps"]
+    serve(llm, *sizes, name="warm-", profiled=False)
+    serve(llm, *sizes)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from ..model_spec import STREAMS, ModelSpec
 from .pipeline import Stage, relay_latents
 
 GIB = 2**30
-# vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB.
-_PREFILL_LOGITS_BYTES = 512 * 2**20
+# integration/indexer.py scores a step in slices of this size.
+SCORE_BUDGET_BYTES = 512 << 20
 # Copies of the four streams alive at once in a layer: residual, its update, and one in float32.
 _LIVE_STREAM_BYTES = 2 + 2 + 4
 
@@ -80,7 +80,7 @@ def workspace_bytes(
     ratios = [layer.ratio for layer in spec.layers[stage.start : stage.end] if layer.ratio]
     rows = -(-serving.context // min(ratios)) if ratios else 0
     window = spec.sliding_window + tokens
-    scores = max(_PREFILL_LOGITS_BYTES, serving.rows * rows * 4) if ratios else 0
+    scores = max(SCORE_BUDGET_BYTES, serving.rows * rows * 4) if ratios else 0
     chosen = spec.index_topk + (spec.candidate_topk_blocks if spec.candidate_source_layer_id >= 0 else 0)
     streams = tokens * STREAMS * spec.hidden_size
     intermediate = spec.moe_intermediate_size // (1 if expert_parallel else tensor)

@@ -20,12 +20,14 @@ from pathlib import Path
 
 import torch
 
+from ..serving import STARTED_BY
+
 # What a machine with no GPU needs, beside the platform that the package installs.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    **STARTED_BY,
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",

@@ -48,7 +48,7 @@ def _mhc_post_project_kernel(
     x3 = tl.load(x_ptr + 3 * stride_streams, here, other=0.0).to(tl.float32)
     zero = tl.zeros([ROWS, BLOCK], tl.float32)
     collapsed, total, squares = zero, zero, zero
-    for k in tl.range(0, 4, loop_unroll_factor=2):
+    for k in tl.static_range(4):  # all of the projection is asked for before any of it is used
         mixed = tl.load(comb_ptr + k, some, other=0.0) * x0
         mixed += tl.load(comb_ptr + stride_comb + k, some, other=0.0) * x1
         mixed += tl.load(comb_ptr + 2 * stride_comb + k, some, other=0.0) * x2
@@ -103,24 +103,15 @@ def _mhc_finish_kernel(
         gate = 1.0 / (1.0 + tl.exp(-mix))
         tl.store(pre_ptr + token * 4 + n, gate + pre_eps, n < 4)
         tl.store(post_ptr + token * 4 + n - 4, gate * post_alpha, (n >= 4) & (n < 8))
-        k = tl.arange(0, 4)
-        c0 = _source(mix, n, k, 0) + sinkhorn_eps
-        c1 = _source(mix, n, k, 1) + sinkhorn_eps
-        c2 = _source(mix, n, k, 2) + sinkhorn_eps
-        c3 = _source(mix, n, k, 3) + sinkhorn_eps
+        comb = ()
+        for source in tl.static_range(4):
+            comb = comb + _softmax(mix, n, 8 + 4 * source, sinkhorn_eps)
         for turn in range(turns):
             if turn > 0:
-                c0 /= tl.sum(c0, 0) + sinkhorn_eps
-                c1 /= tl.sum(c1, 0) + sinkhorn_eps
-                c2 /= tl.sum(c2, 0) + sinkhorn_eps
-                c3 /= tl.sum(c3, 0) + sinkhorn_eps
-            whole = c0 + c1 + c2 + c3 + sinkhorn_eps
-            c0, c1, c2, c3 = c0 / whole, c1 / whole, c2 / whole, c3 / whole
-        to_ptr = comb_ptr + token * 16 + k
-        tl.store(to_ptr, c0)
-        tl.store(to_ptr + 4, c1)
-        tl.store(to_ptr + 8, c2)
-        tl.store(to_ptr + 12, c3)
+                comb = _normalised(comb, sinkhorn_eps, 4, 1)
+            comb = _normalised(comb, sinkhorn_eps, 1, 4)
+        for i in tl.static_range(16):
+            tl.store(comb_ptr + token * 16 + i, comb[i])
     else:
         d = (part - 1) * CHUNK + tl.arange(0, CHUNK)
         scale = tl.rsqrt(tl.sum(tl.where(n == COLLAPSED, sums, 0.0), 0) / D + norm_eps)
@@ -130,11 +121,31 @@ def _mhc_finish_kernel(
 
 
 @triton.jit
-def _source(mix, n, k, source):
-    """Softmax over the destinations `k` of one source stream: float32 [4]."""
-    row = tl.sum(tl.where(n[None, :] == 8 + 4 * source + k[:, None], mix[None, :], 0.0), 1)
-    row = tl.exp(row - tl.max(row, 0))
-    return row / tl.sum(row, 0)
+def _softmax(mix, n, first, eps):
+    """`eps` more than the softmax of `mix` at `first` and the three behind it: 4 float32."""
+    m0, m1 = tl.sum(tl.where(n == first, mix, 0.0), 0), tl.sum(tl.where(n == first + 1, mix, 0.0), 0)
+    m2, m3 = tl.sum(tl.where(n == first + 2, mix, 0.0), 0), tl.sum(tl.where(n == first + 3, mix, 0.0), 0)
+    highest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+    e0, e1, e2, e3 = tl.exp(m0 - highest), tl.exp(m1 - highest), tl.exp(m2 - highest), tl.exp(m3 - highest)
+    whole = (e0 + e1) + (e2 + e3)
+    return e0 / whole + eps, e1 / whole + eps, e2 / whole + eps, e3 / whole + eps
+
+
+@triton.jit
+def _normalised(comb, eps, LINE: tl.constexpr, STEP: tl.constexpr):
+    """A row-major 4 x 4 matrix whose lines are divided by their sums: rows lie 4 apart with steps of 1, columns 1 with 4.
+
+    16 numbers of a thread, since a sum over lanes takes longer, and the square of a root's reciprocal, which takes fewer
+    instructions than a division: forty of either wait for each other.
+    """
+    factors, scaled = (), ()
+    for line in tl.static_range(4):
+        first = comb[LINE * line] + comb[LINE * line + STEP]
+        root = tl.rsqrt(first + (comb[LINE * line + 2 * STEP] + comb[LINE * line + 3 * STEP]) + eps)
+        factors = factors + (root * root,)
+    for i in tl.static_range(16):
+        scaled = scaled + (comb[i] * factors[i // LINE % 4],)
+    return scaled
 
 
 def tiling(tokens: int) -> int:
