@@ -4,6 +4,7 @@
 Figures are NVIDIA's (CUDA programming guide, compute capabilities table), not measured here.
 """
 
+import functools
 import logging
 from dataclasses import dataclass, replace
 
@@ -75,11 +76,18 @@ def of_device(device) -> Architecture:
     """
     import torch
 
-    device = torch.device(device)
+    return _of(torch.device(device), envs.assumed_architecture())
+
+
+@functools.cache
+def _of(device, assumed: str) -> Architecture:
+    """`of_device`, asked at every call of an op."""
+    import torch
+
     if device.type == "cpu":
         return CPU
     if device.type == "cuda":
-        if assumed := envs.assumed_architecture():
+        if assumed:
             found = ARCHITECTURES[assumed]
             if not torch.cuda.is_available():
                 return found

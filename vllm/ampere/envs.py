@@ -48,7 +48,9 @@ def chat() -> dict[str, str]:
     return _pairs("VLLM_AMPERE_CHAT", os.environ.get("VLLM_AMPERE_CHAT", ""), '"name=value"')
 
 
+@functools.cache
 def _pairs(variable: str, value: str, form: str) -> dict[str, str]:
+    """Entries of a variable, read once for each value that it has: every call of an op asks."""
     entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     for entry in entries:
         if "=" not in entry:

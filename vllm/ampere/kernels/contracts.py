@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an op expects of its arguments, declared as data and checked before every call."""
 
+import functools
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, NamedTuple
 
 import torch
 
@@ -29,6 +30,25 @@ class Arg:
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
     contiguous: str = "last"
+
+    @functools.cached_property
+    def axes(self) -> "tuple[_Axis, ...] | None":
+        """The words of `shape`, read once: a check is made at every call. None accepts any shape."""
+        return None if self.shape == "..." else tuple(_Axis.parse(word) for word in self.shape.split())
+
+
+class _Axis(NamedTuple):
+    """One word of a shape: a number, or `factor` times a named axis."""
+
+    word: str
+    number: int | None
+    factor: int
+    name: str
+
+    @classmethod
+    def parse(cls, word: str) -> "_Axis":
+        factor, _, name = word.rpartition("*")
+        return cls(word, int(name) if name.isdigit() else None, int(factor or 1), name)
 
 
 def check(op: str, declared: tuple[Arg, ...], given: Mapping[str, Any]) -> dict[str, int]:
@@ -65,22 +85,21 @@ def check(op: str, declared: tuple[Arg, ...], given: Mapping[str, Any]) -> dict[
 
 
 def _bind_shape(op: str, arg: Arg, tensor: torch.Tensor, axes: dict[str, int]) -> None:
-    words = arg.shape.split()
-    if words == ["..."]:
+    if arg.axes is None:
         return
-    if tensor.dim() != len(words):
-        raise ContractError(f"{op}: {arg.name} has shape {list(tensor.shape)}, must be [{', '.join(words)}]")
-    for word, size in zip(words, tensor.shape):
-        factor, _, name = word.rpartition("*")
-        if name.isdigit():
-            wanted = int(name)
-        elif name in axes:
-            wanted = axes[name] * int(factor or 1)
-        elif size % int(factor or 1) == 0:
-            axes[name] = size // int(factor or 1)
-            continue
-        else:
-            raise ContractError(f"{op}: {arg.name} has {size} on axis {word}, must be a multiple of {factor}")
+    shape = tensor.shape
+    if len(shape) != len(arg.axes):
+        words = ", ".join(axis.word for axis in arg.axes)
+        raise ContractError(f"{op}: {arg.name} has shape {list(shape)}, must be [{words}]")
+    for (word, wanted, factor, name), size in zip(arg.axes, shape):
+        if wanted is None:
+            if name in axes:
+                wanted = axes[name] * factor
+            elif size % factor:
+                raise ContractError(f"{op}: {arg.name} has {size} on axis {word}, must be a multiple of {factor}")
+            else:
+                axes[name] = size // factor
+                continue
         if size != wanted:
             raise ContractError(f"{op}: {arg.name} has {size} on axis {word}, must be {wanted}")
 
@@ -92,9 +111,16 @@ def _check_stride(op: str, arg: Arg, tensor: torch.Tensor) -> None:
         raise ContractError(f"{op}: {arg.name} must be contiguous, has strides {list(tensor.stride())}")
     if arg.contiguous == "word pages" and (tensor.data_ptr() % 4 or tensor.stride(0) % 4):
         raise ContractError(f"{op}: each page of {arg.name} must start at a multiple of 4 bytes")
-    if arg.contiguous.endswith("pages") and not (
-        tensor[0].is_contiguous() and (len(tensor) == 1 or tensor.stride(0) >= tensor[0].numel())
-    ):
+    if arg.contiguous.endswith("pages") and not _dense_pages(tensor.shape, tensor.stride()):
         raise ContractError(f"{op}: each page of {arg.name} must be dense, has strides {list(tensor.stride())}")
     if arg.contiguous == "last" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ContractError(f"{op}: the last dimension of {arg.name} must be contiguous, has stride {tensor.stride(-1)}")
+
+
+def _dense_pages(shape, strides) -> bool:
+    page = 1
+    for size, stride in zip(shape[:0:-1], strides[:0:-1]):
+        if size > 1 and stride != page:
+            return False
+        page *= size
+    return shape[0] == 1 or strides[0] >= page

@@ -129,7 +129,8 @@ class Op:
         Raises:
             SelectionError: the one asked for cannot run here, or none can.
         """
-        asked = name or envs.kernels().get(self.name) or envs.kernels().get("*")
+        kernels = envs.kernels()
+        asked = name or kernels.get(self.name) or kernels.get("*")
         key = (architecture, asked)
         if key not in self._chosen:
             self._chosen[key] = self._select(architecture, asked)

@@ -51,13 +51,15 @@ def _largest_kernel(
             column = tl.where(entry < end, entry, -1)
         score = tl.load(scores_ptr + column, column >= 0, other=float("-inf"))
         key = tl.where((score == score) & (score > float("-inf")), order_key(score), _NONE)
-        # The largest threshold that k keys reach, from its highest bit down; `_NONE` if fewer than k exist.
+        # A threshold that k keys reach and no more, or the largest that k reach, from its highest bit down; `_NONE` if no
+        # more than k keys exist, where there is nothing to look for.
         threshold = tl.full([], _NONE, tl.int32)
-        bit = tl.full([], _NONE, tl.int32)
-        for _ in range(32):
+        bit = tl.where(tl.sum((key != _NONE).to(tl.int32), 0) > K, threshold, 0)
+        while bit != 0:
             raised = threshold ^ bit
-            threshold = tl.where(tl.sum((key >= raised).to(tl.int32), 0) >= K, raised, threshold)
-            bit = (bit >> 1) & 0x7FFFFFFF
+            reached = tl.sum((key >= raised).to(tl.int32), 0)
+            threshold = tl.where(reached >= K, raised, threshold)
+            bit = tl.where(reached == K, 0, (bit >> 1) & 0x7FFFFFFF)
         above = key > threshold
         equal = (key == threshold) & (key != _NONE)
         room = K - tl.sum(above.to(tl.int32), 0)
