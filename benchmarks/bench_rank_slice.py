@@ -4,8 +4,8 @@
     python benchmarks/bench_rank_slice.py --output FILE [--modes native sm80] [--dspark] [--traces DIR]
 
 The checkpoint is a config.json whose widths are a rank's share and whose weights are drawn on the card. Engram tables
-are left out: they belong to the host. Each mode is an engine of its own; both load side by side and are measured one at
-a time. A point is (requests, context tokens): every request prefills its own prompt, then all decode together. Each is
+are left out: they belong to the host. Each mode is an engine of its own; both load side by side, and once both have they are
+measured one at a time. A point is (requests, context tokens): every request prefills its own prompt, then all decode together. Each is
 run twice, `LONG_POINTS` once, and the last run counts. With --dspark five drafts a step are made and verified, at
 `DSPARK_POINTS`. With --traces `TRACED` points then run once more under torch's profiler; DIR keeps what it wrote, and the
 receipt what `vllm-ampere profile` reads in it.
@@ -149,6 +149,13 @@ def held(worker) -> dict[str, float]:
     return found
 
 
+def wait_for_all(folder: Path) -> None:
+    """Say that this engine is loaded, and wait for the others: one that loads beside it disturbs what is measured."""
+    (folder / f"loaded-{os.getpid()}").touch()
+    while len(list(folder.glob("loaded-*"))) < int((folder / "engines").read_text()):
+        time.sleep(0.2)
+
+
 def traced_stages(llm, folder: Path, points: list) -> dict:
     """What the profiler saw of each point's prefill and decode: {"traces": {"bs1-ctx256-decode": a summary, ...}}."""
     from vllm.ampere import profiler
@@ -187,6 +194,7 @@ def child(
     found = {"load_s": time.perf_counter() - start}
     if traces:
         found["held_gib"] = llm.collective_rpc(held)[0]
+    wait_for_all(folder)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         measure(llm, 2, 600)
@@ -288,6 +296,9 @@ def run_engines(folder: Path, script: str, engines: dict[str, dict], more: Seque
         engines: name -> environment of its child, which is called with `--child FOLDER --name NAME` and `more`. Compiled kernels go
             below `TRITON_CACHE_DIR`, if there is one, and else into the folder.
     """
+    (folder / "engines").write_text(str(len(engines)))
+    for left in folder.glob("loaded-*"):
+        left.unlink()
     children, caches = {}, Path(os.environ.get("TRITON_CACHE_DIR", folder))
     for name, variables in engines.items():
         env = {"TRITON_CACHE_DIR": str(caches / f"triton-{variables.get('VLLM_AMPERE_ASSUME', 'native')}")} | variables

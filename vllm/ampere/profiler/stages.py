@@ -30,14 +30,14 @@ _NAMES = tuple((stage, re.compile(pattern, re.IGNORECASE)) for stage, pattern in
     ("mHC", r"mhc_|hc_prenorm|hc_head"),
     ("engram", r"engram|_gather_lookback|_write_hash_cache|_peer_lookup"),
     ("indexer", r"mqa_logits|indexer|candidate|top_?k_?per_?row|persistent_?topk|topk_transform|"
-                r"fill_short_context_topk"),
+                r"fill_short_context_topk|cooperative_topk"),
     ("draft", r"markov|dspark|dflash|draft|eagle|speculat"),
-    ("routed experts", r"moe|topk_?gating|topk_?(softmax|sigmoid|softplus)|expert|grouped_topk"),
+    ("routed experts", r"moe|dsv4_topk|topk_?gating|topk_?(softmax|sigmoid|softplus)|expert|grouped_topk"),
     ("routed experts", _ACTIVATION),
     ("sampler", r"sampl|gumbel|topk_topp|_temperature_kernel|log_?softmax|logprob|penalties|_min_p_|bad_words|"
                 r"_ranks_kernel|rejection|argmax|grammar|^_?bias_kernel"),
     ("attention", r"flash|fmha|attn|attention|mla_|_mla|_swa_|compress|rope|rotary|kv_insert|kv_cache|gather_k_|"
-                  r"dequant_gather|insert_k|slot_mapping|block_tables|save_ring_rows"),
+                  r"dequant_gather|insert_k|global_topk_indices|zero_kv_blocks|slot_mapping|block_tables|save_ring_rows"),
     ("dense", r"gemm|gemv|cublas|cutlass|marlin|nvjet|xmma|split_?k|rms_?norm|scaled_mm|fp8_quant|"
               r"::(mm|bmm|addmm|linear|matmul|_scaled_mm|onednn_mm)$"),
 ))  # fmt: skip

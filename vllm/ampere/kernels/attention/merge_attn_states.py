@@ -17,8 +17,8 @@ from .reference import merge_attn_states_ref
 _LOWEST = tl.constexpr(-1e30)
 # Splits of one pass; a decode step never has more.
 _MAX_BLOCK_S = 64
-_BLOCK_D = 128
-_NUM_WARPS = 2
+# Above this many splits a program has 64 dimensions, below three one warp (raced on a card).
+_MANY_SPLITS = 16
 
 
 @triton.jit(do_not_specialize=["stride_lse_split", "splits"])
@@ -74,12 +74,19 @@ def _block_s(splits: int) -> int:
     return min(_MAX_BLOCK_S, triton.next_power_of_2(max(2, splits)))
 
 
+def _tile(block_s: int) -> tuple[int, int]:
+    """Dimensions and warps of a program."""
+    return 64 if block_s > _MANY_SPLITS else 128, 1 if block_s == 2 else 2
+
+
 def _merge_attn_states_triton(partial, lse, sink, out=None):
     splits, tokens, heads, dim = partial.shape
     if out is None:
         out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device=partial.device)
+    block_s = _block_s(splits)
+    block_d, warps = _tile(block_s)
     if tokens * heads:
-        _merge_attn_states_kernel[(tokens * heads, dim // _BLOCK_D)](
+        _merge_attn_states_kernel[(tokens * heads, dim // block_d)](
             partial,
             lse,
             sink,
@@ -89,9 +96,9 @@ def _merge_attn_states_triton(partial, lse, sink, out=None):
             *out.stride()[:2],
             splits,
             HEADS=heads,
-            BLOCK_S=_block_s(splits),
-            BLOCK_D=_BLOCK_D,
-            num_warps=_NUM_WARPS,
+            BLOCK_S=block_s,
+            BLOCK_D=block_d,
+            num_warps=warps,
         )
     return out
 
@@ -110,11 +117,11 @@ COMPILES = tuple(
             "stride_lse_tok": "i32",
             "splits": "i32",
         },
-        {"HEADS": heads, "BLOCK_S": block_s, "BLOCK_D": _BLOCK_D},
-        num_warps=_NUM_WARPS,
+        {"HEADS": heads, "BLOCK_S": block_s, "BLOCK_D": _tile(block_s)[0]},
+        num_warps=_tile(block_s)[1],
     )
     for heads in (8, 64)
-    for block_s in (2, _MAX_BLOCK_S)
+    for block_s in (2, 16, _MAX_BLOCK_S)
 )
 
 
