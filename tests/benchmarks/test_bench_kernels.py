@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_kernels, rivals
+from benchmarks import bench_kernels, bounds, rivals
 from benchmarks.bench_kernels import (
     SETS,
     Findings,
@@ -292,3 +292,17 @@ def test_rivals_that_cannot_run_here_say_why():
     for rival in rivals.RIVALS:
         if rival.against not in ("torch", "flattened", "dense", "inline", "empty-kernel", "one-load", "copy", "inside", "gathered"):
             assert rival.requires() == "there is no card", rival.name
+
+
+def test_shapes_by_pattern():
+    chosen = {shape.figure for shape in bench_kernels.matching(["sparse_mla_decode/bs64-*", "merge*"])}
+    assert chosen == {f"sparse_mla_decode/bs64-h{h}" for h in (8, 16, 32, 64)} | {f"merge_attn_states/s{s}" for s in (2, 8, 16)}
+    assert not bench_kernels.matching(["nothing"])
+
+
+@pytest.mark.parametrize("figure, copy", [("gather_dequant/ctx16k", bounds.copy_of_rows), ("key_norm_rope_store/t8192", bounds.copy_of_keys)])
+def test_a_copy_moves_what_the_op_moves(figure, copy, monkeypatch):
+    shape, asked = SHAPES[figure], []
+    monkeypatch.setattr(bounds, "_copy", lambda op, sizes, device: asked.append(all_ops()[op].bytes_moved(sizes)))
+    copy(shape.case.inputs(0))
+    assert asked == [all_ops()[shape.op].bytes_moved(shape.case.sizes)]

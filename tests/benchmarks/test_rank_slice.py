@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rank slice's figures, from made-up times: which id holds which ratio."""
 
+import threading
+
 from benchmarks import bench_rank_slice
-from benchmarks.bench_rank_slice import LOADED, LONG_POINTS, POINTS, figures_of
+from benchmarks.bench_rank_slice import LOADED, LONG_POINTS, POINTS, figures_of, wait_for_all
 
 ALL_POINTS = POINTS + LONG_POINTS
 
@@ -43,3 +45,24 @@ def test_drafts():
 def test_vllms_line_of_the_weights():
     line = "(Worker) INFO 11-30 09:28:42 [model_runner.py:428] Model loading took 36.75 GiB memory and 4.621755 seconds"
     assert LOADED.findall(line) == ["36.75"]
+
+
+def test_launches_of_a_traced_step_and_tensors():
+    rows = [{"calls": 30}, {"calls": 15}, {"calls": None}]
+    found = {"sm80": measured(0.004, 2.0, POINTS) | {
+        "held_gib": {"a.*.weight": 30.25, "b": 0.5}, "traces": {"bs1-ctx16k-decode": {"steps": 10, "rows": rows}},
+    }}  # fmt: skip
+    seen = values(figures_of(found, ["sm80"], dspark=False, short=True))
+    assert seen["decode-bs1-ctx16k/sm80-launches"] == 4.5 and seen["load/sm80-tensors-gib"] == 30.75
+    assert "decode-bs8-ctx64k/sm80-step" not in seen
+
+
+def test_no_engine_measures_while_another_loads(tmp_path):
+    (tmp_path / "engines").write_text("2")
+    waiting = threading.Thread(target=wait_for_all, args=(tmp_path,), daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    (tmp_path / "loaded-other").touch()
+    waiting.join(5)
+    assert not waiting.is_alive()
