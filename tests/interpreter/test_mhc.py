@@ -14,8 +14,12 @@ from vllm.ampere.testing.parity import assert_parity, assert_same_bits, produce
 ROWS = ("y", "streams", "post", "comb", "pre_mix")
 
 
+# Interpreted, a round takes as long as all else; the model's 20 are in the op's own cases.
+ROUNDS = 20 if torch.cuda.is_available() else 3
+
+
 def boundary(seed, tokens, dim=96, aux=True):
-    return Case("", {"T": tokens, "D": dim, "aux": aux}, OP.cases[0].make).inputs(seed)
+    return Case("", {"T": tokens, "D": dim, "aux": aux}, OP.cases[0].make).inputs(seed) | {"sinkhorn_iters": ROUNDS}
 
 
 def computed(given, device):
