@@ -59,7 +59,7 @@ def test_all_layouts(plan):
     status, out, err = plan("--gpus", "6x64", "--all")
     assert status == 0
     lines = out.splitlines()
-    assert any(line.startswith("TP2xPP3 ") and "8,12,20" in line and "lacks 23.09 GiB" in line for line in lines)
+    assert any(line.startswith("TP2xPP3 ") and "8,12,20" in line and "lacks 23.59 GiB" in line for line in lines)
     assert re.search(r"^TP2xPP3 +14,14,12 .* 40976 50192 +28 .* ok$", out, re.M)
     assert re.search(r"^TP2xPP3 +13,14,13 .* 44048 52240 +13,27 ", out, re.M)
     assert any("TP6 cannot share 8 output groups" in line for line in lines)
@@ -75,7 +75,7 @@ def test_presets_in_json(plan):
 def test_a_refused_layout_prints_no_arguments(plan):
     status, out, err = plan("--preset", "a100-80g-x4-tp4", "--format", "args")
     assert (status, out) == (1, "")
-    assert err.startswith("error: a card with layers 0-39 lacks 3.63 GiB") and "hint: without the draft" in err
+    assert err.startswith("error: a card with layers 0-39 lacks 3.70 GiB") and "hint: without the draft" in err
 
 
 def test_a_relayed_cut(plan):

@@ -10,7 +10,7 @@ from vllm.ampere.planner.presets import load, names
 
 # GiB that the tightest card lacks; 0 where it fits.
 MISSING = {
-    "a100-80g-x4-tp4": 3.63,
+    "a100-80g-x4-tp4": 3.70,
     "a100-80g-x8-tp8": 0,
     "a100-80g-x8-tp8-ep": 0,
     "a6000-48g-x8-tp4-pp2": 0,

@@ -43,6 +43,8 @@ class PageLayout:
 HEAD_DIM = 512
 ROPE_DIM = 64
 NOPE_DIM = HEAD_DIM - ROPE_DIM
+# Drafts are made past the end of a context.
+_SPARE_POSITIONS = 1024
 KV_GROUP = 64
 KV_GROUPS = NOPE_DIM // KV_GROUP
 KV_RECORD = PageLayout(data_bytes=NOPE_DIM + 2 * ROPE_DIM, scale_bytes=KV_GROUPS + 1)
@@ -59,3 +61,8 @@ ENGRAM_SCALES = ENGRAM_DIM // ENGRAM_GROUP
 # Quantiser constants shared by the writers of both caches.
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
+
+
+def rotary_rows(context: int, batched_tokens: int) -> int:
+    """Rows of a rotary table on a card: positions of the longest context, or of a step made up to warm up."""
+    return max(context, batched_tokens) + _SPARE_POSITIONS

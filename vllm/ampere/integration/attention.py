@@ -16,11 +16,12 @@ from vllm.models.deepseek_v41.sparse_mla import (
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
 
+from ..cache_layout import rotary_rows
 from ..kernels.attention.inverse_rope import inverse_rope
 from ..kernels.attention.sparse_mla_decode import sparse_mla_decode
 from ..kernels.attention.sparse_mla_prefill import sparse_mla_prefill
 from ..kernels.attention.topk_slots import topk_slots
-from . import prefill, trace, warmup
+from . import prefill, rotary, trace, warmup
 from .compressor import AmpereDeepseekCompressor
 from .indexer import AmpereDeepseekV4Indexer
 
@@ -49,6 +50,8 @@ class AmpereDeepseekV4Attention(DeepseekV4Attention):
 
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        rows = rotary_rows(vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
+        self.rotary_emb = self.indexer_rotary_emb = rotary.shortened(self.rotary_emb, rows)
         self._replay_rows = 0
         warmup.register(self, vllm_config)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..cache_layout import HEAD_DIM
+from ..cache_layout import HEAD_DIM, ROPE_DIM, rotary_rows
 from ..model_spec import STREAMS, ModelSpec
 from .pipeline import Stage, relay_latents
 
@@ -62,6 +62,14 @@ class Serving(BaseModel):
         return min(self.requests * (1 + self.draft_tokens), self.batched_tokens)
 
 
+def rotary_bytes(spec: ModelSpec, stage: Stage, serving: Serving) -> int:
+    """The rotary tables of a stage; the draft's layers do not compress."""
+    ratios = [layer.ratio for layer in spec.layers[stage.start : stage.end]]
+    tables = any(ratios) + (0 in ratios or (stage.last and serving.draft_tokens > 0))
+    rows = min(rotary_rows(serving.context, serving.batched_tokens), spec.max_position_embeddings)
+    return tables * rows * ROPE_DIM * 4
+
+
 def workspace_bytes(
     spec: ModelSpec, stage: Stage, tensor: int, expert_parallel: bool, serving: Serving
 ) -> dict[str, int]:
@@ -73,6 +81,7 @@ def workspace_bytes(
         selection: chosen rows and candidate blocks of a step's tokens, int32.
         activations: the residual streams, the experts' products and the vocabulary's logits.
         draft: what DSpark is fed with, a row of the hidden size a token.
+        rotary: cosines and sines of every position, float32, one table for layers that compress and one for others.
         relay: latents of a step, bfloat16, that a relayed cut takes from this stage, brings to it, or both.
         graphs, runtime: as given.
     """
@@ -92,6 +101,7 @@ def workspace_bytes(
         "selection": tokens * chosen * 4 if ratios else 0,
         "activations": streams * _LIVE_STREAM_BYTES + max(experts, vocabulary),
         "draft": tokens * spec.hidden_size * 2 if stage.last and serving.draft_tokens else 0,
+        "rotary": rotary_bytes(spec, stage, serving),
         "relay": relay_latents(spec, stage) * tokens * HEAD_DIM * 2,
         "graphs": int(serving.graphs_gib * GIB),
         "runtime": int(serving.runtime_gib * GIB),
