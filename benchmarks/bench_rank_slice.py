@@ -157,7 +157,7 @@ def wait_for_all(folder: Path) -> None:
 
 
 def traced_stages(llm, folder: Path, points: list) -> dict:
-    """What the profiler saw of each point's prefill and decode: {"traces": {"bs1-ctx256-decode": a summary, ...}}."""
+    """What the profiler saw of each point's prefill and decode: {"bs1-ctx256-decode": a summary, ...}."""
     from vllm.ampere import profiler
     from vllm.ampere.integration import profile_job
 
@@ -165,7 +165,7 @@ def traced_stages(llm, folder: Path, points: list) -> dict:
         profile_job.serve(llm, requests, context, TRACED_STEPS, f"bs{requests}-ctx{label(context)}-")
     read = profiler.read(profiler.find_traces(folder))
     # What stands behind the underscore is the rank.
-    return {"traces": {re.sub("_.*", "", each.trace): dataclasses.asdict(each) for each in read}}
+    return {re.sub("_.*", "", each.trace): dataclasses.asdict(each) for each in read}
 
 
 def child(
@@ -206,7 +206,7 @@ def child(
             found[f"bs{requests}-ctx{context}"] = measure(llm, requests, context) | {"extra": after(llm)}
         if traces:
             try:
-                found |= traced_stages(llm, traces, traced)
+                found["traces"] = traced_stages(llm, traces, traced)
             except Exception as error:  # what was measured is worth more than its traces
                 found["traces_failed"] = f"{type(error).__name__}: {error}"
     print("RESULT " + json.dumps(found), flush=True)

@@ -43,6 +43,8 @@ class PageLayout:
 HEAD_DIM = 512
 ROPE_DIM = 64
 NOPE_DIM = HEAD_DIM - ROPE_DIM
+# The indexer scores a step in slices of this size, at any context length.
+SCORE_BUDGET_BYTES = 512 << 20
 # Drafts are made past the end of a context.
 _SPARE_POSITIONS = 1024
 KV_GROUP = 64

@@ -11,14 +11,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer
 
+from ..cache_layout import SCORE_BUDGET_BYTES
 from ..kernels.indexer.candidate_mqa_logits import candidate_mqa_logits
 from ..kernels.indexer.candidate_topk import candidate_blocks, select_topk
 from ..kernels.indexer.key_norm_rope_store import key_norm_rope_store
 from ..kernels.indexer.paged_mqa_logits import paged_mqa_logits
 from ..kernels.indexer.query_rope_quant import query_rope_quant
-
-# Scores of one slice of rows; bounds the transient at any context length.
-SCORE_BUDGET_BYTES = 512 << 20
 
 
 class AmpereSparseAttnIndexer(SparseAttnIndexer):

@@ -10,13 +10,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..cache_layout import HEAD_DIM, ROPE_DIM, rotary_rows
+from ..cache_layout import HEAD_DIM, ROPE_DIM, SCORE_BUDGET_BYTES, rotary_rows
 from ..model_spec import STREAMS, ModelSpec
 from .pipeline import Stage, relay_latents
 
 GIB = 2**30
-# integration/indexer.py scores a step in slices of this size.
-SCORE_BUDGET_BYTES = 512 << 20
 # Copies of the four streams alive at once in a layer: residual, its update, and one in float32.
 _LIVE_STREAM_BYTES = 2 + 2 + 4
 
