@@ -16,15 +16,14 @@ _SHORTENED: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary] = 
 
 
 def shortened(rotary: nn.Module, rows: int) -> nn.Module:
-    """A rotary embedding with the first `rows` of the `cos_sin_cache` of one that is shared, or that one if it has no more.
+    """A rotary embedding with the first `rows` of the `cos_sin_cache` of one that is shared, all of them if it has fewer.
 
     Args:
         rotary: with a float32 buffer [positions, 64]; it goes to the host at the first call.
         rows: at least 1.
     """
     whole = rotary.cos_sin_cache
-    if len(whole) <= rows:
-        return rotary
+    rows = min(rows, len(whole))
     lengths = _SHORTENED.setdefault(rotary, weakref.WeakValueDictionary())
     own = lengths.get(rows)
     if own is None:
