@@ -20,5 +20,5 @@ def pytest_report_header():
 
 @pytest.fixture
 def device() -> str:
-    """Where the checks that the interpreter shares run."""
+    """Where the checks of compiled kernels run."""
     return "cuda"

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.interpreter.test_choices import *  # noqa: F403
+from tests.compiled.test_choices import *  # noqa: F403
 from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
 from vllm.ampere.kernels.engram.engram_lookup import engram_lookup
 from vllm.ampere.testing.inputs import card_view

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' kernels on the card: what the interpreter checks too, Marlin on the same memory, and graphs."""
+"""The experts' kernels on the card: what is checked of compiled kernels on the CPU too, Marlin on the same memory, and graphs."""
 
 import pytest
 import torch
 
-from tests.interpreter.test_experts import *  # noqa: F403
-from tests.interpreter.test_experts import OP, moved, produce, sized
+from tests.compiled.test_experts import *  # noqa: F403
+from tests.compiled.test_experts import OP, moved, produce, sized
 from vllm.ampere.kernels.moe.mxfp4_experts import OP as PLAIN
 from vllm.ampere.kernels.moe.mxfp4_experts_decode import ARRIVAL_COUNTERS, mxfp4_experts_decode
 from vllm.ampere.kernels.registry import Tolerance

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer's kernels on the card: what the interpreter checks too, and the sizes it cannot."""
+"""The indexer's kernels on the card: what is checked of compiled kernels on the CPU too, and the sizes it cannot."""
 
 import pytest
 import torch
 
-from tests.interpreter.test_indexer import *  # noqa: F403
-from tests.interpreter.test_indexer import both, moved, sized, triton_of
+from tests.compiled.test_indexer import *  # noqa: F403
+from tests.compiled.test_indexer import both, moved, sized, triton_of
 from vllm.ampere.kernels.indexer import candidate_mqa_logits, key_norm_rope_store, mqa_logits, paged_mqa_logits
 from vllm.ampere.kernels.indexer.candidate_topk import CANDIDATE_BLOCKS, MASK_TO_CANDIDATES, SELECT_TOPK
 from vllm.ampere.testing.compare import assert_close

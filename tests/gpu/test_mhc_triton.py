@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton boundary of hyper-connections on the card: what the interpreter checks too, and the model's sizes."""
+"""The Triton boundary of hyper-connections on the card: what is checked of compiled kernels on the CPU too, and the model's sizes."""
 
 import pytest
 import torch
 
-from tests.interpreter.test_mhc import *  # noqa: F403
-from tests.interpreter.test_mhc import boundary
+from tests.compiled.test_mhc import *  # noqa: F403
+from tests.compiled.test_mhc import boundary
 from vllm.ampere.kernels.mhc.mhc_post_pre import OP, mhc_post_pre
 from vllm.ampere.kernels.mhc.reference import mhc_post_ref
 from vllm.ampere.testing.parity import assert_parity, assert_same_bits, produce

@@ -10,29 +10,46 @@ from typing import Any, Mapping
 
 import torch
 
+
+class _Placeholder:
+    """Stands for a module: any attribute, any call; as a decorator it returns the function as it is."""
+
+    def __getattr__(self, name: str):
+        return self
+
+    def __call__(self, function=None, **options):
+        return self if function is None else function
+
+
 try:
     import triton
     import triton.language as tl
 except ImportError:
-
-    class _Placeholder:
-        """Stands for the module: any attribute, any call; as a decorator it returns the function as it is."""
-
-        def __getattr__(self, name: str):
-            return self
-
-        def __call__(self, function=None, **options):
-            return self if function is None else function
-
     triton = tl = _Placeholder()
     INSTALLED = False
 else:
     INSTALLED = True
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+except ImportError as error:
+    gluon = gl = async_copy = mma_v2 = _Placeholder()
+    _NO_GLUON = str(error)
+else:
+    _NO_GLUON = ""
 
 
 def unavailable() -> str:
     """Why Triton cannot run in this process, or "" if it can."""
     return "" if INSTALLED else "triton is not installed"
+
+
+def gluon_unavailable() -> str:
+    """Why Gluon, Triton's language with explicit layouts, cannot run in this process, or "" if it can."""
+    if _NO_GLUON or not INSTALLED:
+        return _NO_GLUON or unavailable()
+    return "Triton's interpreter does not run Gluon" if triton.knobs.runtime.interpret else ""
 
 
 def aligned_rows(like: torch.Tensor, rows: int, width: int) -> torch.Tensor:

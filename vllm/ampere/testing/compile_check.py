@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Mapping
 
 from .. import arch, kernels
 from ..kernels.launch import Launch
@@ -50,26 +51,41 @@ def build(launch: Launch, architecture: str) -> Built:
     Raises:
         triton.compiler.errors.CompilationError: the architecture lacks something that the kernel uses.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     names = launch.kernel.arg_names
     unknown = (launch.signature.keys() | launch.constexprs.keys()) ^ set(names)
     assert not unknown, f"{launch.name}: arguments in one of kernel and launch only: {sorted(unknown)}"
     types = {n: launch.signature.get(n, "constexpr") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].endswith(":16")}
-    source = ASTSource(
-        fn=launch.kernel,
-        signature={n: t.removesuffix(":16") for n, t in types.items()},
-        constexprs=dict(launch.constexprs),
-        attrs=aligned,
-    )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": launch.fp_fusion}
-    target = GPUTarget("cuda", int(architecture.removeprefix("sm")), 32)
-    built = triton.compile(source, target=target, options=options)
+    built = compiled(launch.kernel, types, dict(launch.constexprs), options, architecture)
     needs = _assemble(built.asm["ptx"], architecture, launch.fp_fusion)
     return Built(built.asm["ptx"], built.metadata.shared, *needs, built.asm["ttgir"])
+
+
+def compiled(kernel, types: Mapping[str, str], constexprs: Mapping[str, Any], options: Mapping[str, Any], architecture: str):
+    """Triton's compiled kernel: `asm` by stage, and `metadata`.
+
+    Args:
+        kernel: a function of `triton.jit` or `gluon.jit`.
+        types: of every argument in order, as in `Launch.signature`, or "constexpr".
+        constexprs: argument name to value.
+        options: of the launch.
+        architecture: "sm80" or "sm86".
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    described = source(
+        fn=kernel,
+        signature={n: t.removesuffix(":16") for n, t in types.items()},
+        constexprs=dict(constexprs),
+        attrs={(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.endswith(":16")},
+    )
+    target = GPUTarget("cuda", int(architecture.removeprefix("sm")), 32)
+    return triton.compile(described, target=target, options=dict(options))
 
 
 def ptxas() -> Path:

@@ -28,6 +28,12 @@ def _binder(kernel):
     return create_function_from_signature(kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 80, 32)))
 
 
+def bound(kernel, *args, **options) -> tuple[dict, list]:
+    """(arguments by name, what Triton specialises for each: its type, and "D" in what follows where 16 divides it)."""
+    arguments, specialization, _ = _binder(kernel)(*args, **options)
+    return arguments, specialization
+
+
 def key(kernel, *args, **options) -> tuple[str, str]:
     """The kernel's name, and what Triton would compile it for; tensors may be on the CPU."""
     _, specialization, rest = _binder(kernel)(*args, **options)

@@ -11,9 +11,10 @@ import torch
 from ... import arch
 from ...testing.inputs import normal
 from ..contracts import Arg
-from ..launch import Launch, tl, triton, unavailable
+from ..launch import Launch, gluon_unavailable, tl, triton, unavailable
 from ..registry import Case, Implementation, Op
 from .reference import sparse_mla_rows_ref
+from . import sparse_mla_rows_gluon
 from .sparse_mla_decode import TOLERANCE
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -136,8 +137,19 @@ def _launch(heads: int, *architectures: str) -> Launch:
     )  # fmt: skip
 
 
+def _sparse_mla_rows_gluon(q, sink, scale, rows, indices, lens, out=None) -> torch.Tensor:
+    if out is None:
+        out = torch.empty_like(q)
+    if q.numel():
+        sparse_mla_rows_gluon.launch_rows(q, sink, scale, rows, indices, lens, out)
+    return out
+
+
 # 16 and 32 heads differ from these by their masks only.
-COMPILES = (_launch(8, "sm80", "sm86"), _launch(64, "sm80"), _launch(64, "sm86"))
+COMPILES = (
+    *(_launch(8, "sm80", "sm86"), _launch(64, "sm80"), _launch(64, "sm86")),
+    *(sparse_mla_rows_gluon.launch(_TYPES, heads) for heads in (8, 16)),
+)
 
 
 def sparse_mla_rows(
@@ -210,7 +222,11 @@ OP = Op(
     ),
     outputs=(Arg("o", "T H 512", (torch.bfloat16,)),),
     reference=sparse_mla_rows_ref,
-    implementations=(Implementation("triton", _sparse_mla_rows_triton, ("sm80", "sm86"), unavailable),),
+    implementations=(
+        Implementation("triton", _sparse_mla_rows_triton, ("sm80", "sm86"), unavailable),
+        # No card has run it yet.
+        Implementation("gluon", _sparse_mla_rows_gluon, ("sm80", "sm86"), gluon_unavailable),
+    ),
     tolerances={"o": TOLERANCE},
     cases=tuple(
         Case(f"t{t}_h{h}_n{n}_l{width}", {"T": t, "H": h, "N": n, "L": width}, _inputs)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.interpreter.test_indexer import INF, NAN, both, moved, sized, triton_of
+from tests.compiled.test_indexer import INF, NAN, both, moved, sized, triton_of
 from vllm.ampere.kernels.engram.engram_gate import OP as ENGRAM_GATE
 from vllm.ampere.kernels.engram.engram_lookup import OP as ENGRAM_LOOKUP
 from vllm.ampere.kernels.moe.route import OP as ROUTE

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.interpreter.test_indexer import NAN, moved, triton_of
+from tests.compiled.test_indexer import NAN, moved, triton_of
 from vllm.ampere.kernels.mhc import mhc_long_triton as long_batches
 from vllm.ampere.kernels.mhc import mhc_post_pre_triton as kernels
 from vllm.ampere.kernels.mhc.mhc_post_pre import OP
@@ -14,7 +14,7 @@ from vllm.ampere.testing.parity import assert_parity, assert_same_bits, produce
 ROWS = ("y", "streams", "post", "comb", "pre_mix")
 
 
-# Interpreted, a round takes as long as all else; the model's 20 are in the op's own cases.
+# Without a card a round takes as long as all else; the model's 20 are in the op's own cases.
 ROUNDS = 20 if torch.cuda.is_available() else 3
 
 
