@@ -87,32 +87,29 @@ def tiles(heads: int, architecture: str) -> dict[str, int]:
     return {"BLOCK_H": block_h, "BLOCK_N": 64 if wide else 32, "num_warps": 4}
 
 
+def _arguments(q, sink, scale, rows, indices, lens, out) -> tuple:
+    """Those that both kernels take, in their order."""
+    strides = q.stride(0), q.stride(1), rows.stride(0), indices.stride(0), out.stride(0), out.stride(1)
+    return q, sink, rows, indices, lens, out, scale, *strides, indices.shape[1]
+
+
 def _sparse_mla_rows_triton(q, sink, scale, rows, indices, lens, out=None) -> torch.Tensor:
     tokens, heads, _ = q.shape
     if out is None:
         out = torch.empty_like(q)
-    if not q.numel():
-        return out
-    tile = tiles(heads, arch.of_device(q.device).name)
-    _sparse_mla_rows_kernel[(tokens * triton.cdiv(heads, tile["BLOCK_H"]),)](
-        q,
-        sink,
-        rows,
-        indices,
-        lens,
-        out,
-        scale,
-        q.stride(0),
-        q.stride(1),
-        rows.stride(0),
-        indices.stride(0),
-        out.stride(0),
-        out.stride(1),
-        indices.shape[1],
-        HEADS=heads,
-        **tile,
-        num_stages=_NUM_STAGES,
-    )
+    if q.numel():
+        tile = tiles(heads, arch.of_device(q.device).name)
+        _sparse_mla_rows_kernel[(tokens * triton.cdiv(heads, tile["BLOCK_H"]),)](
+            *_arguments(q, sink, scale, rows, indices, lens, out), HEADS=heads, **tile, num_stages=_NUM_STAGES
+        )
+    return out
+
+
+def _sparse_mla_rows_gluon(q, sink, scale, rows, indices, lens, out=None) -> torch.Tensor:
+    if out is None:
+        out = torch.empty_like(q)
+    if q.numel():
+        sparse_mla_rows_gluon.launch_rows(*q.shape[:2], _arguments(q, sink, scale, rows, indices, lens, out))
     return out
 
 
@@ -135,14 +132,6 @@ def _launch(heads: int, *architectures: str) -> Launch:
         spill_bytes=160, shared_reason="a tile of 64 rows is 64 KiB, and serves both products",
         architectures=architectures,
     )  # fmt: skip
-
-
-def _sparse_mla_rows_gluon(q, sink, scale, rows, indices, lens, out=None) -> torch.Tensor:
-    if out is None:
-        out = torch.empty_like(q)
-    if q.numel():
-        sparse_mla_rows_gluon.launch_rows(q, sink, scale, rows, indices, lens, out)
-    return out
 
 
 # 16 and 32 heads differ from these by their masks only.

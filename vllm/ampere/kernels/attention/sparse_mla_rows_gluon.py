@@ -28,23 +28,9 @@ def _copy_tile(tile, rows_ptr, row, stride_row, offs):
 
 @gluon.jit(do_not_specialize=["width"])
 def _sparse_mla_rows_gluon_kernel(
-    q_ptr,
-    sink_ptr,
-    rows_ptr,
-    indices_ptr,
-    lens_ptr,
-    out_ptr,
-    scale,
-    stride_q_tok,
-    stride_q_head,
-    stride_row,
-    stride_indices_tok,
-    stride_out_tok,
-    stride_out_head,
-    width,
-    HEADS: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr,
+    q_ptr, sink_ptr, rows_ptr, indices_ptr, lens_ptr, out_ptr, scale,
+    stride_q_tok, stride_q_head, stride_row, stride_indices_tok, stride_out_tok, stride_out_head, width,
+    HEADS: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
 ):
     """One program of four warps owns one token and a block of its heads, and walks the token's list tile by tile."""
     head_blocks: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -151,29 +137,11 @@ def _block_h(heads: int) -> int:
     return 8 if heads <= 8 else 16
 
 
-def launch_rows(q, sink, scale, rows, indices, lens, out) -> None:
-    """Write `sparse_mla_rows` into `out`; at least one token."""
-    tokens, heads, _ = q.shape
+def launch_rows(tokens: int, heads: int, arguments: tuple) -> None:
+    """Launch on the arguments that both kernels of the op take; at least one token."""
     block_h = _block_h(heads)
     _sparse_mla_rows_gluon_kernel[(tokens * triton.cdiv(heads, block_h),)](
-        q,
-        sink,
-        rows,
-        indices,
-        lens,
-        out,
-        scale,
-        q.stride(0),
-        q.stride(1),
-        rows.stride(0),
-        indices.stride(0),
-        out.stride(0),
-        out.stride(1),
-        indices.shape[1],
-        HEADS=heads,
-        BLOCK_H=block_h,
-        STAGES=_STAGES,
-        num_warps=4,
+        *arguments, HEADS=heads, BLOCK_H=block_h, STAGES=_STAGES, num_warps=4
     )
 
 
