@@ -53,6 +53,8 @@ NAN = float("nan")
         ("mul.wide.s32 %rd9, %r2, %r3;\nshr.u64 %rd8, %rd9, 32;\ncvt.u32.u64 %r9, %rd8;", (-5, 3), 2**32 - 1),
         ("cvt.s64.s32 %rd9, %r2;\nmul.hi.s64 %rd8, %rd9, 0x4000000000000000;\ncvt.u32.u64 %r9, %rd8;", (-9,), -3 % 2**32),
         ("rem.s32 %r9, %r2, %r3;", (-7, 3), 2**32 - 1),
+        ("div.s32 %r9, %r2, %r3;", (-7, 3), 2**32 - 2),
+        ("div.full.f32 %r9, %r2, %r3;", (1.0, 4.0), bits(0.25)),
         ("shl.b32 %r9, %r2, 33;", (5,), 0),
         ("shr.s32 %r9, %r2, 40;", (-8,), 2**32 - 1),
         ("shr.u32 %r9, %r2, 4;", (-16,), 0x0FFFFFFF),
@@ -126,6 +128,8 @@ COPY = "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd4 + 0 ], 0x4, %r8;\ncp.async
         ("setp.lt.s32 %p1, %r1, 3;\n@%p1 bra $L__a;\n$L__a:", "threads part"),
         ("vote.sync.any.pred %p1, %p2, -1;", "does not know"),
         ("ld.shared.b32 %r9, [%r99];", "%r99"),
+        ("mov.u16 %rs1, 5;\nadd.bf16 %rs2, %rs1, %rs1;", "arithmetic of bfloat16: add.bf16"),
+        ("mul.bf16x2 %r9, %r1, %r1;", "mul.bf16x2"),
     ],
 )
 def test_a_fault_is_raised(body, words):

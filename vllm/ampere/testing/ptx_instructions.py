@@ -122,11 +122,19 @@ def _move(block, here, active):
     return _write(block, target, value, active)
 
 
+def _number(opcode: tuple[str, ...]) -> type:
+    """The type that an instruction computes in, of those that NumPy has; of bfloat16 it would take the bits for an integer."""
+    kind = _kind(opcode)
+    if kind == "bf16":
+        raise NotImplementedError("arithmetic of bfloat16")
+    return _TYPES[kind]
+
+
 def _elementwise(function: Callable) -> Callable:
     """A handler of `d = function(a, b, ...)` in the type that the opcode ends with."""
 
     def handle(block, here, active):
-        dtype = _TYPES[_kind(here.opcode)]
+        dtype = _number(here.opcode)
         result = function(*(_read(block, operand, dtype) for operand in here.operands[1:]))
         _write(block, here.operands[0], result.astype(dtype), active)
 
@@ -136,11 +144,9 @@ def _elementwise(function: Callable) -> Callable:
 def _multiply(block, here, active):
     """mul and mad: .lo, .hi, .wide, and of floats."""
     kind = _kind(here.opcode)
-    dtype = _TYPES[kind]
+    dtype = _number(here.opcode)
     a, b = (_read(block, operand, dtype) for operand in here.operands[1:3])
-    if kind[0] in "fb" and kind not in ("b16", "b32", "b64"):
-        product = a * b
-    elif "lo" in here.opcode:
+    if kind[0] == "f" or "lo" in here.opcode:
         product = a * b
     elif np.dtype(dtype).itemsize == 8:
         whole = [int(x) * int(y) for x, y in zip(a, b)]
@@ -232,7 +238,7 @@ _COMPARE = {
 
 
 def _compare(block, here, active):
-    dtype = _TYPES[_kind(here.opcode)]
+    dtype = _number(here.opcode)
     a, b = (_read(block, operand, dtype) for operand in here.operands[1:3])
     result = _COMPARE[here.opcode[1]](a, b)
     if len(here.operands) > 3:
@@ -387,6 +393,11 @@ def _remainder(a, b):
     return np.fmod(a, np.where(b == 0, 1, b).astype(b.dtype))
 
 
+def _quotient(a, b):
+    """As in C: toward zero."""
+    return a / b if np.issubdtype(a.dtype, np.floating) else (a - _remainder(a, b)) // np.where(b == 0, 1, b).astype(b.dtype)
+
+
 HANDLERS: dict[str, Callable] = {
     "ld": _load, "st": _store, "mov": _move, "mul": _multiply, "mad": _multiply, "fma": _fused,
     "shl": _shift, "shr": _shift, "shf": _funnel, "bfe": _extract, "prmt": _permute, "lop3": _logic, "setp": _compare,
@@ -394,7 +405,7 @@ HANDLERS: dict[str, Callable] = {
     "cp": _copy_async, "bar": _barrier, "atom": _atomic, "redux": _reduce, "rem": _elementwise(_remainder),
     "add": _elementwise(np.add), "sub": _elementwise(np.subtract), "neg": _elementwise(np.negative),
     "and": _elementwise(np.bitwise_and), "or": _elementwise(np.bitwise_or), "xor": _elementwise(np.bitwise_xor),
-    "not": _elementwise(np.invert), "abs": _elementwise(np.abs), "div": _elementwise(lambda a, b: a / b),
+    "not": _elementwise(np.invert), "abs": _elementwise(np.abs), "div": _elementwise(_quotient),
     "min": _minimum(np.fmin, np.minimum), "max": _minimum(np.fmax, np.maximum),
     "ex2": _elementwise(np.exp2), "lg2": _elementwise(np.log2), "rcp": _elementwise(lambda a: 1 / a),
     "sqrt": _elementwise(np.sqrt), "rsqrt": _elementwise(lambda a: 1 / np.sqrt(a)),

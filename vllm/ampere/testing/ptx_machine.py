@@ -161,17 +161,17 @@ class SharedMemory:
 
 
 class Block:
-    """The state of one block: registers by name, each with a value a thread."""
+    """The state of one block: registers by name, each with a value a thread; parameters by name, each a type and a value."""
 
-    def __init__(self, threads: int, block: tuple[int, int, int], grid: tuple[int, int, int], memory: GlobalMemory, shared_bytes: int):
-        self.threads = threads
+    def __init__(self, threads: int, place: tuple, grid: tuple, parameters: dict, memory: GlobalMemory, shared_bytes: int):
+        self.threads, self.parameters = threads, parameters
         self.everyone = np.ones(threads, bool)
         self.warp = np.arange(threads) // 32
         self.memory, self.shared = memory, SharedMemory(shared_bytes)
         self.registers: dict[str, np.ndarray] = {}
         thread = np.arange(threads, dtype=np.uint32)
         self.special = {"%tid.x": thread, "%tid.y": thread * 0, "%tid.z": thread * 0, "%laneid": thread % 32}
-        for axis, here, size in zip("xyz", block, grid):
+        for axis, here, size in zip("xyz", place, grid):
             self.special[f"%ctaid.{axis}"] = np.full(threads, here, np.uint32)
             self.special[f"%nctaid.{axis}"] = np.full(threads, size, np.uint32)
         self.special["global_smem"] = np.full(threads, _SHARED_BASE, np.uint64)
@@ -252,8 +252,7 @@ def run(ptx: str, grid: tuple[int, ...], arguments: list, *, shared_bytes: int) 
     sizes = (*grid, 1, 1)[:3]
     count = 0
     for place in np.ndindex(*sizes[::-1]):
-        block = Block(threads, place[::-1], sizes, memory, shared_bytes)
-        block.parameters = parameters
+        block = Block(threads, place[::-1], sizes, parameters, memory, shared_bytes)
         with np.errstate(all="ignore"):
             count += _run_block(block, instructions, labels)
     memory.store_back()
@@ -281,5 +280,5 @@ def _run_block(block: Block, instructions: list[Instruction], labels: dict[str, 
             if handler is None:
                 raise MachineFault("an instruction that the machine does not know")
             handler(block, here, active)
-        except (MachineFault, KeyError, ValueError, NotImplementedError) as fault:
+        except (MachineFault, KeyError, ValueError, StopIteration, NotImplementedError) as fault:
             raise MachineFault(f"{fault}: {here.text}") from fault
