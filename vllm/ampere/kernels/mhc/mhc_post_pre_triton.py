@@ -13,14 +13,14 @@ Longer batches take three kernels in place of the first (`mhc_long_triton`).
 """
 
 from ..launch import Launch, tl, triton
-from .mhc_long_triton import COLLAPSED, PARTIALS, SQUARE, expand_and_project, rows_of
+from .mhc_long_triton import CHUNK, COLLAPSED, FINISH_TYPES, PARTIALS, SQUARE, expand_and_project, finish, rows_of
+from .sinkhorn_triton import balanced, softmax_of_four
 
 # Tokens of the longest batch that one kernel expands and projects, and of a program of it, with its dimensions and warps.
 _LONG = 32
 _ROWS, _BLOCK = 4, 32
-_CHUNK = 1024
-# Partials that the second kernel has in flight: 160 programs write them for 5,120 dimensions, and at most 32 in a long batch.
-_AT_ONCE = (256, 32)
+# Partials that the second kernel has in flight: 160 programs write them for 5,120 dimensions.
+_AT_ONCE = 256
 _WARPS = 4
 
 
@@ -76,23 +76,22 @@ def _mhc_post_project_kernel(
     tl.store(partial_ptr + COLLAPSED, tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1), live)
 
 
-@triton.jit(do_not_specialize=["tokens", "splits", "chunks", "turns"])
+@triton.jit(do_not_specialize=["tokens", "splits", "turns"])
 def _mhc_finish_kernel(
     partial_ptr, scale_ptr, base_ptr, weight_ptr, post_ptr, comb_ptr, pre_ptr, input_ptr,
-    rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, chunks, turns,
+    rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, turns,
     D: tl.constexpr, CHUNK: tl.constexpr, PARTIALS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """A token's coefficients (program 0), and its collapsed input normalised, a chunk each (the others).
 
-    Partials are `splits` of the products and `chunks` of the squares, of which AT_ONCE are asked for before any is added.
+    AT_ONCE of the `splits` partials are asked for before any is added.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, s = tl.arange(0, PARTIALS), tl.arange(0, AT_ONCE)
     partials = tl.zeros([AT_ONCE, PARTIALS], tl.float32)
-    held_by = tl.where(n < 24, splits, tl.where(n < 26, chunks, 0))
-    for first in range(0, tl.maximum(splits, chunks), AT_ONCE):
+    for first in range(0, splits, AT_ONCE):
         at = (first + s).to(tl.int64)[:, None] * tokens + token
-        held = (first + s)[:, None] < held_by[None, :]
+        held = ((first + s) < splits)[:, None] & (n < 26)[None, :]
         partials += tl.load(partial_ptr + at * PARTIALS + n[None, :], held, other=0.0)
     sums = tl.sum(partials, 0)
     if part == 0:
@@ -104,12 +103,12 @@ def _mhc_finish_kernel(
         tl.store(pre_ptr + token * 4 + n, gate + pre_eps, n < 4)
         tl.store(post_ptr + token * 4 + n - 4, gate * post_alpha, (n >= 4) & (n < 8))
         comb = ()
-        for source in tl.static_range(4):
-            comb = comb + _softmax(mix, n, 8 + 4 * source, sinkhorn_eps)
-        for turn in range(turns):
-            if turn > 0:
-                comb = _normalised(comb, sinkhorn_eps, 4, 1)
-            comb = _normalised(comb, sinkhorn_eps, 1, 4)
+        for row in tl.static_range(4):
+            at = 8 + 4 * row
+            comb = comb + softmax_of_four(
+                _column(mix, n, at), _column(mix, n, at + 1), _column(mix, n, at + 2), _column(mix, n, at + 3), sinkhorn_eps
+            )
+        comb = balanced(comb, turns, sinkhorn_eps)
         for i in tl.static_range(16):
             tl.store(comb_ptr + token * 16 + i, comb[i])
     else:
@@ -121,31 +120,9 @@ def _mhc_finish_kernel(
 
 
 @triton.jit
-def _softmax(mix, n, first, eps):
-    """`eps` more than the softmax of `mix` at `first` and the three behind it: 4 float32."""
-    m0, m1 = tl.sum(tl.where(n == first, mix, 0.0), 0), tl.sum(tl.where(n == first + 1, mix, 0.0), 0)
-    m2, m3 = tl.sum(tl.where(n == first + 2, mix, 0.0), 0), tl.sum(tl.where(n == first + 3, mix, 0.0), 0)
-    highest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
-    e0, e1, e2, e3 = tl.exp(m0 - highest), tl.exp(m1 - highest), tl.exp(m2 - highest), tl.exp(m3 - highest)
-    whole = (e0 + e1) + (e2 + e3)
-    return e0 / whole + eps, e1 / whole + eps, e2 / whole + eps, e3 / whole + eps
-
-
-@triton.jit
-def _normalised(comb, eps, LINE: tl.constexpr, STEP: tl.constexpr):
-    """A row-major 4 x 4 matrix whose lines are divided by their sums: rows lie 4 apart with steps of 1, columns 1 with 4.
-
-    16 numbers of a thread, since a sum over lanes takes longer, and the square of a root's reciprocal, which takes fewer
-    instructions than a division: forty of either wait for each other.
-    """
-    factors, scaled = (), ()
-    for line in tl.static_range(4):
-        first = comb[LINE * line] + comb[LINE * line + STEP]
-        root = tl.rsqrt(first + (comb[LINE * line + 2 * STEP] + comb[LINE * line + 3 * STEP]) + eps)
-        factors = factors + (root * root,)
-    for i in tl.static_range(16):
-        scaled = scaled + (comb[i] * factors[i // LINE % 4],)
-    return scaled
+def _column(mix, n, column):
+    """One of the numbers `mix`, as a scalar."""
+    return tl.sum(tl.where(n == column, mix, 0.0), 0)
 
 
 def tiling(tokens: int) -> int:
@@ -162,45 +139,39 @@ def mhc_post_pre_triton(
     out, layer_input = y.new_empty(tokens, 4, dim), y.new_empty(tokens, dim)
     aux = y.new_empty(tokens if capture_aux else 0, dim)
     mixes = [scale.new_empty(tokens, *shape) for shape in ((4, 1), (4, 4), (4,))]
-    if tokens:
-        if tokens > _LONG:
-            partial, splits, square_splits = expand_and_project(
-                y, streams, post, comb, fn, pre_mix, out, layer_input, aux
-            )
-        else:
-            splits = square_splits = triton.cdiv(dim, _BLOCK)
-            partial = scale.new_empty(splits, tokens, PARTIALS)
-            pre = post if pre_mix is None else pre_mix
-            _mhc_post_project_kernel[(splits, triton.cdiv(tokens, _ROWS))](
-                y, streams, post, comb, fn, pre, out, layer_input, aux, partial,
-                y.stride(0), streams.stride(0), streams.stride(1), post.stride(0), post.stride(1), comb.stride(0),
-                comb.stride(1), fn.stride(0), pre.stride(0), tokens,
-                D=dim, PRE=pre_mix is not None, AUX=capture_aux, ROWS=_ROWS, BLOCK=_BLOCK, PARTIALS=PARTIALS,
-                num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
-            )  # fmt: skip
-        chunks = 0 if norm_weight is None else triton.cdiv(dim, _CHUNK)
+    last = (
+        scale, base, layer_input if norm_weight is None else norm_weight, *mixes, layer_input,
+        rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens,
+    )  # fmt: skip
+    chunks = 0 if norm_weight is None else triton.cdiv(dim, CHUNK)
+    if tokens > _LONG:
+        partial, splits = expand_and_project(y, streams, post, comb, fn, pre_mix, out, layer_input, aux)
+        finish(partial, splits, *last, sinkhorn_iters, chunks)
+    elif tokens:
+        splits = triton.cdiv(dim, _BLOCK)
+        partial = scale.new_empty(splits, tokens, PARTIALS)
+        pre = post if pre_mix is None else pre_mix
+        _mhc_post_project_kernel[(splits, triton.cdiv(tokens, _ROWS))](
+            y, streams, post, comb, fn, pre, out, layer_input, aux, partial,
+            y.stride(0), streams.stride(0), streams.stride(1), post.stride(0), post.stride(1), comb.stride(0),
+            comb.stride(1), fn.stride(0), pre.stride(0), tokens,
+            D=dim, PRE=pre_mix is not None, AUX=capture_aux, ROWS=_ROWS, BLOCK=_BLOCK, PARTIALS=PARTIALS,
+            num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
         _mhc_finish_kernel[(tokens, 1 + chunks)](
-            partial, scale, base, layer_input if norm_weight is None else norm_weight, *mixes, layer_input,
-            rms_eps, pre_eps, sinkhorn_eps, post_alpha, norm_eps, tokens, splits, square_splits, sinkhorn_iters,
-            D=dim, CHUNK=_CHUNK, PARTIALS=PARTIALS, AT_ONCE=_AT_ONCE[tokens > _LONG], num_warps=_WARPS,
+            partial, *last, splits, sinkhorn_iters,
+            D=dim, CHUNK=CHUNK, PARTIALS=PARTIALS, AT_ONCE=_AT_ONCE, num_warps=_WARPS,
         )  # fmt: skip
     post, comb, pre = mixes
     return out, post, comb, layer_input, pre, aux
 
 
-_TOKENS = {"tokens": "i32"}
-_PROJECT = _TOKENS | {
+_PROJECT = {
     "y_ptr": "*bf16:16", "streams_ptr": "*bf16:16", "post_ptr": "*fp32:16", "comb_ptr": "*fp32:16",
     "fn_ptr": "*fp32:16", "pre_mix_ptr": "*fp32:16", "out_ptr": "*bf16:16", "input_ptr": "*bf16:16",
     "aux_ptr": "*bf16:16", "partial_ptr": "*fp32:16", "stride_y_tok": "i32:16", "stride_streams_tok": "i32:16",
-    "stride_streams": "i32:16", "stride_post_tok": "i32", "stride_post": "i32", "stride_comb_tok": "i32:16",
+    "stride_streams": "i32:16", "tokens": "i32", "stride_post_tok": "i32", "stride_post": "i32", "stride_comb_tok": "i32:16",
     "stride_comb": "i32", "stride_fn": "i32:16", "stride_pre_tok": "i32",
-}  # fmt: skip
-_FINISH = _TOKENS | {
-    "partial_ptr": "*fp32:16", "scale_ptr": "*fp32:16", "base_ptr": "*fp32:16", "weight_ptr": "*bf16:16",
-    "post_ptr": "*fp32:16", "comb_ptr": "*fp32:16", "pre_ptr": "*fp32:16", "input_ptr": "*bf16:16",
-    "rms_eps": "fp32", "pre_eps": "fp32", "sinkhorn_eps": "fp32", "post_alpha": "fp32", "norm_eps": "fp32",
-    "splits": "i32", "chunks": "i32", "turns": "i32",
 }  # fmt: skip
 COMPILES = (
     *(
@@ -211,11 +182,7 @@ COMPILES = (
         )
         for aux in (False, True)
     ),
-    *(
-        Launch(
-            _mhc_finish_kernel, _FINISH, {"D": 5120, "CHUNK": _CHUNK, "PARTIALS": PARTIALS, "AT_ONCE": at_once},
-            num_warps=_WARPS,
-        )
-        for at_once in _AT_ONCE
+    Launch(
+        _mhc_finish_kernel, FINISH_TYPES, {"D": 5120, "CHUNK": CHUNK, "PARTIALS": PARTIALS, "AT_ONCE": _AT_ONCE}, num_warps=_WARPS
     ),
 )  # fmt: skip
