@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over gathered rows on a card: what is checked of compiled kernels on the CPU too, sizes of a prefill, and row numbers past 2^31 bytes."""
+"""Attention over gathered rows on a card: what is checked of compiled kernels on the CPU too, sizes of a prefill, and row
+numbers past 2^31 bytes."""
 
 import pytest
 import torch

@@ -199,7 +199,8 @@ def test_every_batch_and_context_reaches_exactly_what_was_warmed(heads):
 # On a card upstream's own kernels do the work of these ops, or a warm-up of its own compiles them: `test_mhc_boundary.py`.
 UPSTREAM_ON_A_CARD = {
     "_compressor_pool_kernel", "_compressor_ring_kernel", "_engram_gate_kernel", "_mhc_collapse_kernel",
-    "_mhc_expand_kernel", "_mhc_finish_kernel", "_mhc_finish_long_kernel", "_mhc_post_kernel", "_mhc_post_project_kernel", "_mhc_project_kernel",
+    "_mhc_expand_kernel", "_mhc_finish_kernel", "_mhc_finish_long_kernel", "_mhc_post_kernel",
+    "_mhc_post_project_kernel", "_mhc_project_kernel",
     "_mhc_terms_kernel", "_route_kernel", "_window_slots_kernel",
 }
 # The CPU engine's prefill reads the pages; the second round of `_largest_kernel` starts at 8,192 rows; few requests have

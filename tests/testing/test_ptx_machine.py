@@ -28,9 +28,9 @@ def block(body: str, source: torch.Tensor, out: torch.Tensor, threads: int = 32,
 
 def each(instructions: str, *operands: int | float) -> int:
     """What thread 0 leaves in %r9 (or %f, by its bits) after instructions on %r2, %r3, %r4."""
-    bits = [struct.unpack("<i", struct.pack("<f", x))[0] if isinstance(x, float) else (x + 2**31) % 2**32 - 2**31 for x in operands]
-    source = torch.tensor(bits + [0] * (128 - len(bits)), dtype=torch.int32)
-    loads = "\n".join(f"ld.global.b32 {{ %r{2 + i} }}, [ %rd2 + {4 * i} ];" for i in range(len(bits)))
+    words = [bits(x) if isinstance(x, float) else x % 2**32 for x in operands]
+    source = torch.tensor(words + [0] * (128 - len(words)), dtype=torch.uint32)
+    loads = "\n".join(f"ld.global.b32 {{ %r{2 + i} }}, [ %rd2 + {4 * i} ];" for i in range(len(words)))
     out = block(f"{loads}\n{instructions}\nst.global.b32 [ %rd5 + 0 ], {{ %r9 }};", source, torch.zeros(32, dtype=torch.int32))
     assert (out == out[0]).all()
     return int(out[0]) % 2**32

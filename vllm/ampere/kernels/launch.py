@@ -47,8 +47,8 @@ def unavailable() -> str:
 
 def gluon_unavailable() -> str:
     """Why Gluon, Triton's language with explicit layouts, cannot run in this process, or "" if it can."""
-    if _NO_GLUON or not INSTALLED:
-        return _NO_GLUON or unavailable()
+    if missing := unavailable() or _NO_GLUON:
+        return missing
     return "Triton's interpreter does not run Gluon" if triton.knobs.runtime.interpret else ""
 
 

@@ -175,7 +175,8 @@ def _fused(block, here, active):
 
 
 def _minimum(pick: Callable, pick_nan: Callable) -> Callable:
-    return lambda block, here, active: _elementwise(pick_nan if "NaN" in here.opcode else pick)(block, here, active)
+    plain, strict = _elementwise(pick), _elementwise(pick_nan)
+    return lambda block, here, active: (strict if "NaN" in here.opcode else plain)(block, here, active)
 
 
 def _shift(block, here, active):
@@ -366,11 +367,10 @@ def _atomic(block, here, active):
     addresses, given = _address(block, here.operands[1]), _read(block, here.operands[2], dtype)
     before = np.zeros(block.threads, dtype)
     for thread in np.flatnonzero(active):
-        at = addresses[thread : thread + 1]
-        word = np.ascontiguousarray(block.load("global", np.repeat(at, block.threads), block.everyone, _BYTES[dtype])[0]).view(dtype)
+        places = block.places(addresses[thread : thread + 1], _BYTES[dtype])[0]
+        word = block.memory.bytes[places].view(dtype)
         before[thread] = word[0]
-        after = update(word, given[thread : thread + 1]).astype(dtype)
-        block.memory.bytes[block.places(at, _BYTES[dtype])] = after.view(np.uint8)
+        block.memory.bytes[places] = update(word, given[thread : thread + 1]).astype(dtype).view(np.uint8)
     _write(block, here.operands[0], before, active)
 
 

@@ -3,15 +3,11 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from unittest import mock
 
-from .. import arch, kernels
+from .. import arch
 from . import ptx_machine
 from .compile_check import compiled
-from .specialization import bound
-
-_PACKAGE = kernels.__name__ + "."
+from .specialization import bound, launches_go_to
 
 
 @functools.cache
@@ -41,20 +37,6 @@ def launch(kernel, grid, *args, architecture: str = "sm80", **options) -> int:
     return ptx_machine.run(ptx, sizes, given, shared_bytes=shared)
 
 
-@contextlib.contextmanager
-def on_the_cpu(architecture: arch.Architecture = arch.SM80) -> Iterator[None]:
+def on_the_cpu(architecture: arch.Architecture = arch.SM80) -> contextlib.AbstractContextManager[None]:
     """Kernels of ours that are launched inside run on the CPU, as compiled for an architecture, on CPU tensors."""
-    from triton.runtime.jit import KernelInterface
-
-    launcher = KernelInterface.__getitem__
-
-    def run(kernel, grid):
-        if not kernel.fn.__module__.startswith(_PACKAGE):
-            return launcher(kernel, grid)
-        return lambda *args, **options: launch(kernel, grid, *args, architecture=architecture.name, **options)
-
-    with (
-        mock.patch.object(KernelInterface, "__getitem__", run),
-        mock.patch.object(arch, "of_device", lambda device: architecture),
-    ):
-        yield
+    return launches_go_to(functools.partial(launch, architecture=architecture.name), architecture)

@@ -11,6 +11,7 @@ shared bytes without a barrier between them, one of them writing, raise `Machine
 its issue until its group is waited for, and its bytes arrive at the wait only.
 """
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ from .ptx_instructions import HANDLERS
 # Far apart, so that an address of one space is none of the other.
 _SHARED_BASE = 0x1000
 _GLOBAL_BASE = 1 << 32
-_WORD = 2
+# Bytes that are watched together.
+_PAIR = 2
 
 
 class MachineFault(Exception):
@@ -82,7 +84,7 @@ class SharedMemory:
 
     def __post_init__(self):
         self.bytes = np.full(self.size, 0xFF, np.uint8)
-        units = self.size // _WORD
+        units = self.size // _PAIR
         self.written = np.zeros(units, bool)
         self.pending = np.zeros(units, np.int32)
         self.write_epoch, self.write_warp = np.zeros(units, np.int64), np.zeros(units, np.int64)
@@ -90,17 +92,17 @@ class SharedMemory:
         self.groups: list[list[tuple]] = []
         self.open_group: list[tuple] = []
 
-    def units(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Pairs of bytes below accesses of `size` bytes, [accesses, pairs]."""
-        offsets = addresses.astype(np.int64) - _SHARED_BASE
-        if len(offsets) and (offsets.min() < 0 or offsets.max() + size > self.size):
-            raise MachineFault(f"shared memory has {self.size} bytes, an access of {size} is at {offsets.min()} to {offsets.max()}")
-        return offsets[:, None] // _WORD + np.arange(-(-size // _WORD))
+    def places(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Indices of the bytes of accesses, [accesses, size]."""
+        first = addresses.astype(np.int64) - _SHARED_BASE
+        if len(first) and (first.min() < 0 or first.max() + size > self.size):
+            raise MachineFault(f"shared memory has {self.size} bytes, an access of {size} is at {first.min()} to {first.max()}")
+        return first[:, None] + np.arange(size)
 
     def read(self, addresses: np.ndarray, warps: np.ndarray, size: int) -> np.ndarray:
         """Bytes [accesses, size]."""
-        units = self.units(addresses, size)
-        warps = np.broadcast_to(warps[:, None], units.shape)
+        places = self.places(addresses, size)
+        units, warps = _pairs(places, warps)
         if not self.written[units].all():
             raise MachineFault("shared memory is read that was never written")
         if self.pending[units].any():
@@ -111,40 +113,41 @@ class SharedMemory:
         self.readers[stale] = 0
         self.read_epoch[units] = self.epoch
         np.bitwise_or.at(self.readers, units, 1 << warps)
-        return self.bytes[(addresses.astype(np.int64) - _SHARED_BASE)[:, None] + np.arange(size)]
+        return self.bytes[places]
 
-    def claim(self, addresses: np.ndarray, warps: np.ndarray, size: int) -> np.ndarray:
-        """The units of a write, after the checks that it needs."""
-        units = self.units(addresses, size)
-        others = self.readers[units] & ~(1 << np.broadcast_to(warps[:, None], units.shape))
+    def _claim(self, units: np.ndarray, warps: np.ndarray) -> None:
+        """The checks that every write needs."""
+        others = self.readers[units] & ~(1 << warps)
         if ((self.read_epoch[units] == self.epoch) & (others != 0)).any():
             raise MachineFault("shared memory is written that another warp read, without a barrier between")
         if self.pending[units].any():
             raise MachineFault("shared memory is written that an asynchronous copy may still write")
-        return units
 
-    def write(self, addresses: np.ndarray, warps: np.ndarray, values: np.ndarray) -> None:
-        """Store bytes [accesses, size]."""
-        units = self.claim(addresses, warps, values.shape[1])
-        places = (addresses.astype(np.int64) - _SHARED_BASE)[:, None] + np.arange(values.shape[1])
-        wide = np.broadcast_to(warps[:, None], units.shape)
-        raced = (self.write_epoch[units] == self.epoch) & (self.write_warp[units] != wide)
-        if raced.any() and (self.bytes[places] != values)[raced.any(1)].any():
-            raise MachineFault("shared memory is written by two warps, without a barrier between")
+    def _put(self, places: np.ndarray, warps: np.ndarray, values: np.ndarray) -> None:
+        units, warps = _pairs(places, warps)
         self.bytes[places] = values
-        self._mark(units, wide)
-
-    def _mark(self, units: np.ndarray, warps: np.ndarray) -> None:
         self.written[units] = True
         self.write_epoch[units], self.write_warp[units] = self.epoch, warps
 
+    def write(self, addresses: np.ndarray, warps: np.ndarray, values: np.ndarray) -> None:
+        """Store bytes [accesses, size]."""
+        places = self.places(addresses, values.shape[1])
+        units, wide = _pairs(places, warps)
+        self._claim(units, wide)
+        raced = (self.write_epoch[units] == self.epoch) & (self.write_warp[units] != wide)
+        if raced.any() and (self.bytes[places] != values)[raced.any(1)].any():
+            raise MachineFault("shared memory is written by two warps, without a barrier between")
+        self._put(places, warps, values)
+
     def copy_later(self, addresses: np.ndarray, warps: np.ndarray, values: np.ndarray) -> None:
         """A `cp.async` of bytes [accesses, size]."""
-        units = self.claim(addresses, warps, values.shape[1])
-        if ((self.write_epoch[units] == self.epoch) & (self.write_warp[units] != warps[:, None])).any():
+        places = self.places(addresses, values.shape[1])
+        units, wide = _pairs(places, warps)
+        self._claim(units, wide)
+        if ((self.write_epoch[units] == self.epoch) & (self.write_warp[units] != wide)).any():
             raise MachineFault("an asynchronous copy writes what another warp wrote, without a barrier between")
         self.pending[units] += 1
-        self.open_group.append((addresses, warps, values, units))
+        self.open_group.append((places, warps, values))
 
     def commit(self) -> None:
         """Close the group of asynchronous copies."""
@@ -154,10 +157,15 @@ class SharedMemory:
     def wait(self, outstanding: int) -> None:
         """Let all but the last `outstanding` groups arrive."""
         while len(self.groups) > outstanding:
-            for addresses, warps, values, units in self.groups.pop(0):
-                self.bytes[(addresses.astype(np.int64) - _SHARED_BASE)[:, None] + np.arange(values.shape[1])] = values
-                self.pending[units] -= 1
-                self._mark(units, np.broadcast_to(warps[:, None], units.shape))
+            for places, warps, values in self.groups.pop(0):
+                self.pending[_pairs(places, warps)[0]] -= 1
+                self._put(places, warps, values)
+
+
+def _pairs(places: np.ndarray, warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(pairs of bytes below accesses at bytes [accesses, size], each one's warp): [accesses, pairs] both."""
+    units = places[:, ::_PAIR] // _PAIR
+    return units, np.broadcast_to(warps[:, None], units.shape)
 
 
 class Block:
@@ -207,6 +215,7 @@ class Block:
             self.memory.bytes[self.places(addresses[active], values.shape[1])] = values[active]
 
 
+@functools.cache
 def parse(ptx: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
     """(types of the parameters, instructions, label to index) of a module with one kernel."""
     head, body = ptx.split(".visible .entry", 1)[1].split("\n{", 1)
@@ -242,8 +251,6 @@ def run(ptx: str, grid: tuple[int, ...], arguments: list, *, shared_bytes: int) 
     types, instructions, labels = parse(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])
     memory = GlobalMemory()
-    for tensor in (a for a in arguments if isinstance(a, torch.Tensor)):
-        memory.place(tensor)
     # Two pointers of Triton's own follow, to scratch that these kernels have none of.
     values = [memory.place(a) if isinstance(a, torch.Tensor) else a for a in arguments] + [0, 0]
     if len(values) != len(types):

@@ -7,7 +7,7 @@ which pointers are aligned, the constants, and the options of the launch.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 from .. import arch, kernels
@@ -41,22 +41,27 @@ def key(kernel, *args, **options) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def recorded_launches(architecture: arch.Architecture = arch.SM80) -> Iterator[set[tuple[str, str]]]:
-    """Keys of our kernels launched inside, as on an architecture; none of them runs: outputs hold what was there."""
+def launches_go_to(call: Callable, architecture: arch.Architecture = arch.SM80) -> Iterator[None]:
+    """What our kernels are launched with inside, as on an architecture, goes to `call(kernel, grid, *args, **options)`."""
     from triton.runtime.jit import KernelInterface
 
-    seen: set[tuple[str, str]] = set()
     launcher = KernelInterface.__getitem__
 
-    def record(kernel, grid):
-        if not kernel.fn.__module__.startswith(_PACKAGE):
-            return launcher(kernel, grid)
-        return lambda *args, **options: seen.add(key(kernel, *args, **options))
+    def instead(kernel, grid):
+        return functools.partial(call, kernel, grid) if kernel.fn.__module__.startswith(_PACKAGE) else launcher(kernel, grid)
 
     with (
-        mock.patch.object(KernelInterface, "__getitem__", record),
+        mock.patch.object(KernelInterface, "__getitem__", instead),
         mock.patch.object(arch, "of_device", lambda device: architecture),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_launches(architecture: arch.Architecture = arch.SM80) -> Iterator[set[tuple[str, str]]]:
+    """Keys of our kernels launched inside, as on an architecture; none of them runs: outputs hold what was there."""
+    seen: set[tuple[str, str]] = set()
+    with launches_go_to(lambda kernel, grid, *args, **options: seen.add(key(kernel, *args, **options)), architecture):
         yield seen
 
 

@@ -13,8 +13,8 @@ from ...testing.inputs import normal
 from ..contracts import Arg
 from ..launch import Launch, gluon_unavailable, tl, triton, unavailable
 from ..registry import Case, Implementation, Op
-from .reference import sparse_mla_rows_ref
 from . import sparse_mla_rows_gluon
+from .reference import sparse_mla_rows_ref
 from .sparse_mla_decode import TOLERANCE
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -136,7 +136,9 @@ def _launch(heads: int, *architectures: str) -> Launch:
 
 # 16 and 32 heads differ from these by their masks only.
 COMPILES = (
-    *(_launch(8, "sm80", "sm86"), _launch(64, "sm80"), _launch(64, "sm86")),
+    _launch(8, "sm80", "sm86"),
+    _launch(64, "sm80"),
+    _launch(64, "sm86"),
     *(sparse_mla_rows_gluon.launch(_TYPES, heads) for heads in (8, 16)),
 )
 

@@ -9,7 +9,7 @@ two partial sums of squares a token, and the collapsed input without its norm.
 The second kernel adds the partials in one order, always the same. One program a token makes the coefficients,
 Sinkhorn's iteration in registers; the others scale the collapsed input, 1024 dimensions each.
 
-Longer batches take three kernels in place of the first (`mhc_long_triton`).
+Longer batches take four other kernels (`mhc_long_triton`).
 """
 
 from ..launch import Launch, tl, triton
